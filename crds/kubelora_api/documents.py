@@ -1,0 +1,200 @@
+"""From a parsed YAML document to a typed job, or to sentences that say what is wrong and where.
+
+The same judgement as the API server's, made before anything is sent: types and bounds, rules, and
+what may change once a job has started. Reading files is the caller's duty.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from kubelora_api import names
+from kubelora_api.job import TRANSITIONS, LoraTrainingJob
+from kubelora_api.schema import ApiModel, JsonObject, Rule, metadata_of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: the field's path from the document's root, and a sentence."""
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class InvalidDocument(ValueError):
+    """The document is not a valid LoraTrainingJob."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(str(p) for p in problems))
+        self.problems = problems
+
+
+def parse_job(document: object, *, local: bool = False) -> LoraTrainingJob:
+    """A document as a typed job with its defaults filled in.
+
+    local: take paths of this machine where the cluster takes URIs alone.
+    Raises InvalidDocument with every problem found.
+    """
+    if not isinstance(document, dict):
+        raise InvalidDocument([Problem("", "the document is not a mapping of fields to values")])
+    _refuse_other_kinds(document)
+    try:
+        job = LoraTrainingJob.model_validate(_without_nulls(document))
+    except ValidationError as error:
+        raise InvalidDocument(_problems_of(error)) from None
+    problems = list(_broken_rules(job, "", local))
+    if problems:
+        raise InvalidDocument(problems)
+    return job
+
+
+def check_change(new: LoraTrainingJob, old: LoraTrainingJob) -> list[Problem]:
+    """What the API server would refuse of the change from ``old`` (with its status) to ``new``."""
+    return [
+        Problem(t.path, t.message.removeprefix(f"{t.path}: "))
+        for t in TRANSITIONS
+        if not t.check(new, old)
+    ]
+
+
+def _refuse_other_kinds(document: JsonObject) -> None:
+    found = (document.get("apiVersion"), document.get("kind"))
+    if found != (names.API_VERSION, names.KIND):
+        raise InvalidDocument(
+            [
+                Problem(
+                    "kind" if found[0] == names.API_VERSION else "apiVersion",
+                    f"expected apiVersion {names.API_VERSION} and kind {names.KIND}, "
+                    f"found {found[0]!r} and {found[1]!r}",
+                )
+            ]
+        )
+
+
+def _without_nulls(value: Any) -> Any:
+    """The API server drops nulls before it fills in defaults; so do we."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_nulls(v) for v in value]
+    return value
+
+
+def _broken_rules(value: object, path: str, local: bool) -> Iterator[Problem]:
+    """Rules of ``value`` and of everything below it that do not hold."""
+    if isinstance(value, ApiModel):
+        for rule in type(value).RULES:
+            yield from _judge(rule, value, _join(path, rule.at), local)
+        for name, info in type(value).model_fields.items():
+            child, child_path = getattr(value, name), _join(path, info.alias or name)
+            for rule in (m for m in metadata_of(info) if isinstance(m, Rule)):
+                if child is not None:
+                    yield from _judge(rule, child, child_path, local)
+            yield from _broken_rules(child, child_path, local)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _broken_rules(item, f"{path}[{index}]", local)
+
+
+def _judge(rule: Rule, value: object, path: str, local: bool) -> Iterator[Problem]:
+    predicate = rule.local if local and rule.local else rule.check
+    if not predicate(value):
+        # A rule of the whole resource carries the path in its message.
+        head, _, rest = rule.message.partition(": ")
+        if not path and rest and " " not in head:
+            path, message = head, rest
+        else:
+            message = rule.message
+        found = f", found {json.dumps(value)}" if isinstance(value, str) else ""
+        yield Problem(path, message + found)
+
+
+def _join(path: str, name: str) -> str:
+    return ".".join(part for part in (path, name) if part)
+
+
+def _problems_of(error: ValidationError) -> list[Problem]:
+    unique: dict[Problem, None] = {}
+    for detail in error.errors(include_url=False):
+        unique[Problem(_path_of(detail["loc"]), _sentence_of(detail))] = None
+    return list(unique)
+
+
+def _path_of(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in ("int", "str", "[key]"):  # branches of a union, not fields
+            path = _join(path, part)
+    return path
+
+
+def _sentence_of(detail: ErrorDetails) -> str:
+    found = json.dumps(detail.get("input"), default=str)
+    found = found if len(found) <= 80 else found[:77] + "..."
+    context = cast(dict[str, object], detail.get("ctx", {}))
+    match detail["type"]:
+        case "missing":
+            return "required, but not set"
+        case "extra_forbidden":
+            return "unknown field" + _suggestion(detail["loc"])
+        case "literal_error" | "enum":
+            return f"must be {context.get('expected')}, found {found}"
+        case "greater_than":
+            return f"must be greater than {context['gt']:g}, found {found}"
+        case "greater_than_equal":
+            return f"must be at least {context['ge']:g}, found {found}"
+        case "less_than":
+            return f"must be less than {context['lt']:g}, found {found}"
+        case "less_than_equal":
+            return f"must be at most {context['le']:g}, found {found}"
+        case "multiple_of":
+            return f"must be a multiple of {context['multiple_of']}, found {found}"
+        case "int_type" | "int_from_float":
+            return f"must be a whole number, found {found}"
+        case "float_type":
+            return f"must be a number, found {found}"
+        case "string_type":
+            return f"must be a string, found {found}"
+        case "bool_type":
+            return f"must be true or false, found {found}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"must be a mapping of fields, found {found}"
+        case "list_type":
+            return f"must be a list, found {found}"
+        case _:
+            return f"{detail['msg'][0].lower()}{detail['msg'][1:]}, found {found}"
+
+
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    """``; did you mean 'rank'?`` where a field of the same group has a similar name."""
+    model: type[BaseModel] = LoraTrainingJob
+    for part in location[:-1]:
+        if isinstance(part, int):
+            continue
+        field = next((f for n, f in model.model_fields.items() if part in (n, f.alias)), None)
+        below = _model_below(field.annotation if field else None)
+        if below is None:
+            return ""
+        model = below
+    known = [f.alias or n for n, f in model.model_fields.items()]
+    close = get_close_matches(str(location[-1]), known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(known)}"
+
+
+def _model_below(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        if found := _model_below(argument):
+            return found
+    return None

@@ -1,0 +1,161 @@
+"""Names, types and meanings of every metric, for the exporter, the operator, the rules and the docs.
+
+Ratios run from 0 to 1. ``group`` is block and factor of the adapter (``down.lora_A``), a bounded
+set: the number of series of a pod does not grow with the number of its modules.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+MetricType = Literal["gauge", "counter", "histogram"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric family. A counter's name ends in ``_total``, as it is exposed."""
+
+    name: str
+    type: MetricType
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+GRAD_NORM: Final = Metric(
+    "kubelora_grad_norm",
+    "gauge",
+    "L2 norm of the accumulated gradient of the last optimizer step, before clipping.",
+    ("group",),
+)
+GRAD_ABSMAX: Final = Metric(
+    "kubelora_grad_absmax",
+    "gauge",
+    "Largest absolute value in the accumulated gradient, before clipping.",
+    ("group",),
+)
+GRAD_ZERO_RATIO: Final = Metric(
+    "kubelora_grad_zero_ratio",
+    "gauge",
+    "Share of the accumulated gradient's elements that are exactly zero.",
+    ("group",),
+)
+GRAD_NONFINITE: Final = Metric(
+    "kubelora_grad_nonfinite_total",
+    "counter",
+    "Elements of accumulated gradients that were NaN or infinite.",
+    ("group",),
+)
+GRAD_UNDERFLOW_RATIO: Final = Metric(
+    "kubelora_grad_underflow_ratio",
+    "gauge",
+    "Share of the non-zero gradient elements that the dtype in use turns into zero.",
+    ("group", "dtype"),
+)
+ABSORBED_RATIO: Final = Metric(
+    "kubelora_accumulation_absorbed_ratio",
+    "gauge",
+    "Share of gradient mass that vanishes when a micro-batch is added in the accumulator's dtype.",
+    ("group",),
+)
+UPDATE_LOST_RATIO: Final = Metric(
+    "kubelora_update_lost_ratio",
+    "gauge",
+    "Share of the parameters whose value did not change in the last step although their momentum "
+    "is not zero.",
+    ("group",),
+)
+LEARNING_RATE: Final = Metric(
+    "kubelora_learning_rate", "gauge", "Learning rate of the last optimizer step."
+)
+LOSS: Final = Metric("kubelora_loss", "gauge", "Mean loss of the last optimizer step.")
+STEP: Final = Metric("kubelora_step", "gauge", "Optimizer steps done.")
+STEPS_PLANNED: Final = Metric("kubelora_steps_planned", "gauge", "Optimizer steps planned.")
+STEP_DURATION: Final = Metric(
+    "kubelora_step_duration_seconds", "gauge", "Wall time of the last optimizer step, in seconds."
+)
+CHECKPOINT_STEP: Final = Metric(
+    "kubelora_checkpoint_step", "gauge", "Optimizer step of the newest checkpoint."
+)
+CHECKPOINT_TIME: Final = Metric(
+    "kubelora_checkpoint_timestamp_seconds", "gauge", "Unix time of the newest checkpoint."
+)
+NUMERICS_INFO: Final = Metric(
+    "kubelora_numerics_info",
+    "gauge",
+    "1, with the run's dtypes as labels.",
+    ("compute", "accumulator", "master_weights"),
+)
+HEALTH_FINDING: Final = Metric(
+    "kubelora_health_finding",
+    "gauge",
+    "1 while the in-pod watchdog reports the finding, 0 once it cleared.",
+    ("finding", "severity"),
+)
+
+TRAINER_METRICS: Final = (
+    GRAD_NORM,
+    GRAD_ABSMAX,
+    GRAD_ZERO_RATIO,
+    GRAD_NONFINITE,
+    GRAD_UNDERFLOW_RATIO,
+    ABSORBED_RATIO,
+    UPDATE_LOST_RATIO,
+    LEARNING_RATE,
+    LOSS,
+    STEP,
+    STEPS_PLANNED,
+    STEP_DURATION,
+    CHECKPOINT_STEP,
+    CHECKPOINT_TIME,
+    NUMERICS_INFO,
+    HEALTH_FINDING,
+)
+
+OPERATOR_RECONCILES: Final = Metric(
+    "kubelora_operator_reconciles_total",
+    "counter",
+    "Reconciliations of LoraTrainingJobs by result.",
+    ("result",),
+)
+OPERATOR_RECONCILE_DURATION: Final = Metric(
+    "kubelora_operator_reconcile_duration_seconds",
+    "histogram",
+    "Wall time of one reconciliation, in seconds.",
+)
+OPERATOR_QUEUE_DEPTH: Final = Metric(
+    "kubelora_operator_queue_depth", "gauge", "Jobs that wait for a reconciliation."
+)
+OPERATOR_IS_LEADER: Final = Metric(
+    "kubelora_operator_is_leader", "gauge", "1 on the replica that holds the Lease."
+)
+OPERATOR_API_ERRORS: Final = Metric(
+    "kubelora_operator_api_errors_total",
+    "counter",
+    "Failed requests to the API server by HTTP status code, 0 for no answer.",
+    ("code",),
+)
+JOBS: Final = Metric(
+    "kubelora_jobs", "gauge", "LoraTrainingJobs by namespace and state.", ("namespace", "state")
+)
+JOB_STEP: Final = Metric(
+    "kubelora_job_last_step",
+    "gauge",
+    "Optimizer steps a job had done when it was last heard of.",
+    ("namespace", "name"),
+)
+JOB_FAILED: Final = Metric(
+    "kubelora_job_failed",
+    "gauge",
+    "1 for a job that has failed for good, with the reason.",
+    ("namespace", "name", "reason"),
+)
+
+OPERATOR_METRICS: Final = (
+    OPERATOR_RECONCILES,
+    OPERATOR_RECONCILE_DURATION,
+    OPERATOR_QUEUE_DEPTH,
+    OPERATOR_IS_LEADER,
+    OPERATOR_API_ERRORS,
+    JOBS,
+    JOB_STEP,
+    JOB_FAILED,
+)

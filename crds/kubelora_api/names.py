@@ -1,0 +1,75 @@
+"""Names both sides share: the API's identity, labels, environment, paths, exit codes.
+
+A name that is written in two rooms drifts; here each is written once.
+"""
+
+from enum import IntEnum, StrEnum
+from typing import Final
+
+GROUP: Final = "kubelora.dev"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+KIND: Final = "LoraTrainingJob"
+PLURAL: Final = "loratrainingjobs"
+SINGULAR: Final = "loratrainingjob"
+SHORT_NAME: Final = "ltj"
+NAME_PATTERN: Final = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+NAME_MAX_LENGTH: Final = 40
+
+LABEL_JOB: Final = f"{GROUP}/job"
+LABEL_JOB_UID: Final = f"{GROUP}/job-uid"
+LABEL_ATTEMPT: Final = f"{GROUP}/attempt"
+LABEL_NAME: Final = "app.kubernetes.io/name"
+LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+TRAINER_APP: Final = "kubelora-trainer"
+OPERATOR_APP: Final = "kubelora-operator"
+LABEL_QUEUE_NAME: Final = "kueue.x-k8s.io/queue-name"
+LABEL_PRIORITY_CLASS: Final = "kueue.x-k8s.io/priority-class"
+GPU_RESOURCE: Final = "nvidia.com/gpu"
+
+TRAINER_CONTAINER: Final = "trainer"
+METRICS_PORT_NAME: Final = "metrics"
+METRICS_PORT: Final = 9464
+
+ENV_ATTEMPT: Final = "KUBELORA_ATTEMPT"
+ENV_COMPLETION_INDEX: Final = "JOB_COMPLETION_INDEX"
+ENV_MASTER_ADDR: Final = "MASTER_ADDR"
+ENV_MASTER_PORT: Final = "MASTER_PORT"
+ENV_TERMINATION_LOG: Final = "KUBELORA_TERMINATION_LOG"
+"""File that takes the final report (set in pods alone)."""
+RESERVED_ENV_PREFIX: Final = "KUBELORA_"
+
+JOB_DIRECTORY: Final = "/kubelora/job"
+JOB_FILE: Final = "job.json"
+CLAIMS_DIRECTORY: Final = "/kubelora/claims"
+"""A claim ``photos`` is mounted at ``/kubelora/claims/photos`` in a pod."""
+TERMINATION_LOG: Final = "/dev/termination-log"
+TERMINATION_MESSAGE_MAX_BYTES: Final = 4096
+
+
+class ExitCode(IntEnum):
+    """What a training process tells by the way it ends."""
+
+    DONE = 0
+    INTERNAL = 1
+    """Not foreseen. The operator counts it against ``restartPolicy.maxRestarts``."""
+    CONFIGURATION = 2
+    """The job file, the model, the data or the place for output is wrong. Never retried."""
+    NUMERICAL = 3
+    """The start-up contract broke, a gradient is not finite, or the health policy said Fail."""
+    PEER_LOST = 4
+    """Another rank went away; the cause is in that rank's report."""
+    INTERRUPTED = 75
+    """Stopped on request after a checkpoint was saved. Costs no restart."""
+
+
+class OutputPath(StrEnum):
+    """Places in the output folder, relative to it."""
+
+    ADAPTER = "adapter"
+    DIFFUSERS_WEIGHTS = "adapter/pytorch_lora_weights.safetensors"
+    CHECKPOINTS = "checkpoints"
+    SAMPLES = "samples"
+    RUN_LOG = "metrics.parquet"
+    PREFLIGHT = "preflight.json"
+    MANIFEST = "manifest.json"

@@ -1,0 +1,113 @@
+"""What the operator tells: the ``status`` of a LoraTrainingJob.
+
+Every field is optional, for a status is written bit by bit; what a person reads in a column is a
+string of its own, for a time in the future prints as ``<invalid>`` in kubectl.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from kubelora_api.schema import ApiModel, Kube, list_map
+
+DATE_TIME = Kube({"format": "date-time"})
+Time = Annotated[str, DATE_TIME]
+Severity = Literal["warning", "critical"]
+Verdict = Literal["Healthy", "Warning", "Critical", "Unknown"]
+
+
+class StatusModel(ApiModel):
+    """Status is read back from a server that may be newer: unknown fields are ignored."""
+
+    model_config = ConfigDict(
+        extra="ignore",
+        alias_generator=to_camel,
+        populate_by_name=True,
+        frozen=True,
+        strict=False,
+    )
+
+
+class Condition(StatusModel):
+    """A metav1.Condition."""
+
+    type: Annotated[str, Field(min_length=1, max_length=316)]
+    status: Literal["True", "False", "Unknown"]
+    observed_generation: Annotated[int, Field(ge=0)] = 0
+    last_transition_time: Time
+    reason: Annotated[str, Field(min_length=1, max_length=1024)]
+    message: Annotated[str, Field(max_length=32768)]
+
+
+class Progress(StatusModel):
+    """How far training is, as the pods last told."""
+
+    step: int | None = Field(None, description="Optimizer steps done.")
+    total_steps: int | None = Field(None, description="Optimizer steps planned.")
+    percent: str | None = Field(None, description="Share done, such as 42%.")
+    samples_per_second: float | None = Field(None, description="Images per second, all GPUs.")
+    eta: str | None = Field(None, description="Time left, such as 1h20m.")
+    estimated_completion_time: Time | None = None
+    loss: float | None = Field(None, description="Mean loss of the last optimizer step.")
+    last_report_time: Time | None = Field(None, description="When a pod last answered.")
+
+
+class Finding(StatusModel):
+    """Something the numerics telemetry found."""
+
+    name: Annotated[str, Field(max_length=64)]
+    severity: Severity
+    group: Annotated[str, Field(max_length=64)] | None = None
+    value: float | None = Field(None, description="What was measured.")
+    threshold: float | None = Field(None, description="What it is compared with.")
+    since_step: int | None = Field(None, description="First optimizer step that showed it.")
+    message: Annotated[str, Field(max_length=1024)]
+
+
+class HealthStatus(StatusModel):
+    """Numerical health of the run."""
+
+    verdict: Verdict = "Unknown"
+    findings: Annotated[list[Finding], Field(max_length=10), Kube({"x-kubernetes-list-type": "atomic"})] = (
+        Field(default_factory=list)
+    )
+
+
+class CheckpointStatus(StatusModel):
+    """The newest checkpoint."""
+
+    step: int
+    uri: Annotated[str, Field(max_length=1024)]
+
+
+class Artifact(StatusModel):
+    """A file that the job made."""
+
+    uri: Annotated[str, Field(max_length=1024)]
+    sha256: Annotated[str, Field(max_length=64)]
+    bytes: int
+
+
+class JobStatus(StatusModel):
+    """What is known about the job."""
+
+    observed_generation: int | None = None
+    state: str | None = Field(None, description="One word for the STATE column.")
+    conditions: Annotated[list[Condition], Field(max_length=16), list_map("type")] = Field(
+        default_factory=list,
+        description="Accepted, Queued, Running, Suspended, Restarting, Complete, Failed, "
+        "NumericallyHealthy.",
+    )
+    attempt: int = Field(0, description="Number of the current attempt; 0 before the first.")
+    child_uid: str | None = Field(None, description="uid of the attempt's batch/v1 Job.")
+    restarts: int = Field(0, description="Restarts counted against restartPolicy.maxRestarts.")
+    start_time: Time | None = None
+    completion_time: Time | None = None
+    active_seconds: int | None = Field(None, description="Seconds of running, all attempts.")
+    progress: Progress | None = None
+    health: HealthStatus | None = None
+    checkpoint: CheckpointStatus | None = None
+    artifacts: Annotated[
+        list[Artifact], Field(max_length=32), Kube({"x-kubernetes-list-type": "atomic"})
+    ] = Field(default_factory=list)

@@ -1,0 +1,33 @@
+"""Every way a run can end badly on purpose, each once, each with its exit code.
+
+The message is the sentence that the person at the terminal, or the job's condition, gets to read:
+what was found, where, and what to do.
+"""
+
+from typing import ClassVar
+
+from kubelora_api.names import ExitCode
+
+
+class RunEnded(Exception):
+    """A run stops with a sentence and an exit code of the contract."""
+
+    exit_code: ClassVar[ExitCode]
+
+
+class ConfigurationError(RunEnded):
+    """Job file, model, data or output place are wrong; trying again would not help."""
+
+    exit_code = ExitCode.CONFIGURATION
+
+
+class NumericalError(RunEnded):
+    """Training would be, or was, numerically wrong."""
+
+    exit_code = ExitCode.NUMERICAL
+
+
+class Interrupted(RunEnded):
+    """Stopped on request, after a checkpoint."""
+
+    exit_code = ExitCode.INTERRUPTED
