@@ -1,0 +1,1 @@
+"""Tests that need a real Kubernetes: the harness that makes one, its fixtures, and the tests."""

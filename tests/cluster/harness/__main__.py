@@ -1,0 +1,79 @@
+"""The harness's commands: `python -m tests.cluster.harness COMMAND`, from the repository's root."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from . import cluster, gobuild, teardown
+from .errors import HarnessError
+from .places import Places, default_places
+
+
+def _up(places: Places, _: argparse.Namespace) -> int:
+    print(f"export KUBECONFIG={cluster.up(places)}")
+    return 0
+
+
+def _down(places: Places, _: argparse.Namespace) -> int:
+    teardown.down(places)
+    return 0
+
+
+def _status(places: Places, _: argparse.Namespace) -> int:
+    print(cluster.describe(places))
+    return 0 if cluster.is_healthy(places) else 1
+
+
+def _tool(places: Places, arguments: argparse.Namespace) -> int:
+    print(gobuild.tool(places, arguments.name))
+    return 0
+
+
+def _check_clean(places: Places, _: argparse.Namespace) -> int:
+    left = teardown.check_clean(places)
+    print("\n".join(left) or "Nothing of a cluster is left on this machine.")
+    return 1 if left else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.cluster.harness",
+        description="A real one-node Kubernetes on this machine, for tests and by hand.",
+        epilog="Binaries are cached in $KUBELORA_CACHE (default ~/.cache/kubelora), the cluster's "
+        "state is in $KUBELORA_STATE (default /var/lib/kubelora-cluster), and $KUBELORA_JOBS limits "
+        "how many packages are compiled at a time.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(
+        name: str, action: Callable[[Places, argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(action=action)
+        return command
+
+    add("up", _up, "start the cluster, repair it, or find it running; prints the KUBECONFIG")
+    add("down", _down, "stop the cluster and remove every trace of it")
+    add("status", _status, "one line a component; the exit status is 0 when all are healthy")
+    add("check-clean", _check_clean, "list what a cluster left behind; exit status 0 when nothing")
+    tool = add("tool", _tool, "print a tool's path, building it first if it is missing")
+    tool.add_argument("name", help="for example helm, promtool, kubectl or monitoring-crds")
+    return parser
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    try:
+        return int(arguments.action(default_places(), arguments))
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; the same command goes on from here.", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
