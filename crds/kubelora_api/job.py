@@ -62,7 +62,7 @@ TRANSITIONS: tuple[Transition, ...] = tuple(_fixed_after_start(g) for g in IMMUT
 
 
 class LoraTrainingJob(ApiModel):
-    """A LoraTrainingJob fine-tunes SDXL with a LoRA adapter and watches every gradient on the way."""
+    """A LoraTrainingJob fine-tunes SDXL with a LoRA adapter and watches every gradient."""
 
     api_version: Literal["kubelora.dev/v1alpha1"]
     kind: Literal["LoraTrainingJob"]

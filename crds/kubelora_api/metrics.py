@@ -1,4 +1,4 @@
-"""Names, types and meanings of every metric, for the exporter, the operator, the rules and the docs.
+"""Names, types and meanings of every metric: for exporter, operator, alert rules and docs.
 
 Ratios run from 0 to 1. ``group`` is block and factor of the adapter (``down.lora_A``), a bounded
 set: the number of series of a pod does not grow with the number of its modules.

@@ -50,7 +50,7 @@ class Resources(ApiModel):
 
 
 class Volume(ApiModel):
-    """A volume of the pod: one of the kinds below. Claims named in URIs are mounted by themselves."""
+    """A volume of the pod, of one of these kinds. Claims named in URIs are mounted anyway."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
     persistent_volume_claim: JsonObject | None = None
@@ -93,7 +93,9 @@ class VolumeMount(ApiModel):
         Rule(
             cel="self.mountPath != '/kubelora' && !self.mountPath.startsWith('/kubelora/')",
             message="/kubelora is the operator's: mount elsewhere",
-            check=lambda m: m.mount_path != "/kubelora" and not m.mount_path.startswith("/kubelora/"),
+            check=lambda m: (
+                m.mount_path != "/kubelora" and not m.mount_path.startswith("/kubelora/")
+            ),
             at="mountPath",
         ),
     )
@@ -140,18 +142,18 @@ class PodTemplate(ApiModel):
         default_factory=list
     )
     affinity: JsonObject | None = None
-    topology_spread_constraints: Annotated[
-        list[JsonObject], Field(max_length=16), LIST_ATOMIC
-    ] = Field(default_factory=list)
+    topology_spread_constraints: Annotated[list[JsonObject], Field(max_length=16), LIST_ATOMIC] = (
+        Field(default_factory=list)
+    )
     volumes: Annotated[list[Volume], Field(max_length=32), list_map("name")] = Field(
         default_factory=list, description="hostPath and projected volumes are refused."
     )
-    volume_mounts: Annotated[
-        list[VolumeMount], Field(max_length=32), list_map("mountPath")
-    ] = Field(default_factory=list)
-    shared_memory_size: Annotated[
-        str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi)$", max_length=16)
-    ] = Field("1Gi", description="Size of /dev/shm, memory of the pod. Default 1Gi.")
+    volume_mounts: Annotated[list[VolumeMount], Field(max_length=32), list_map("mountPath")] = (
+        Field(default_factory=list)
+    )
+    shared_memory_size: Annotated[str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi)$", max_length=16)] = Field(
+        "1Gi", description="Size of /dev/shm, memory of the pod. Default 1Gi."
+    )
     priority_class_name: Name | None = None
     runtime_class_name: Name | None = None
     service_account_name: Name | None = Field(
@@ -174,7 +176,9 @@ class PodTemplate(ApiModel):
         Rule(
             cel="!has(self.labels) || self.labels.all(k, !k.matches('^(.*[.])?kubelora[.]dev/'))",
             message="labels under kubelora.dev/ are set by the operator",
-            check=lambda p: not any(k.split("/")[0].endswith("kubelora.dev") for k in p.labels if "/" in k),
+            check=lambda p: (
+                not any(k.split("/")[0].endswith("kubelora.dev") for k in p.labels if "/" in k)
+            ),
             at="labels",
         ),
     )

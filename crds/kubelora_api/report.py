@@ -60,7 +60,7 @@ class FinalReport(StatusModel):
     manifest_sha256: str | None = None
 
     def to_termination_message(self) -> bytes:
-        """JSON of at most 4,096 bytes; findings go first, then the sentence is cut, never the code."""
+        """JSON of at most 4,096 bytes: findings go first, then the sentence is cut."""
         report = self
         for trimmed in (
             report,

@@ -70,7 +70,9 @@ def list_map(*keys: str) -> Kube:
     return Kube({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys)})
 
 
-def unwrap(annotation: object, metadata: tuple[object, ...] = ()) -> tuple[object, tuple[object, ...]]:
+def unwrap(
+    annotation: object, metadata: tuple[object, ...] = ()
+) -> tuple[object, tuple[object, ...]]:
     """The bare type and all metadata of ``Annotated[…] | None`` and the like."""
     if get_origin(annotation) is Annotated:
         return unwrap(get_args(annotation)[0], metadata + tuple(annotation.__metadata__))  # type: ignore[attr-defined]

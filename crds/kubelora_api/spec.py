@@ -214,7 +214,7 @@ def _lossless(name: str) -> Rule:
     attribute = {"accumulator": "accumulator", "masterWeights": "master_weights"}[name]
     return Rule(
         cel=f"self.{name} == 'fp32' || self.allowLossyPrecision",
-        message=f"a {name} of bf16 loses small gradients or updates: use fp32, or set "
+        message=f"{name} in bf16 loses small gradients or updates: use fp32, or set "
         "allowLossyPrecision: true to accept the loss",
         check=lambda p: getattr(p, attribute) == "fp32" or p.allow_lossy_precision,
         at=name,

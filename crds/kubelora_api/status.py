@@ -69,9 +69,9 @@ class HealthStatus(StatusModel):
     """Numerical health of the run."""
 
     verdict: Verdict = "Unknown"
-    findings: Annotated[list[Finding], Field(max_length=10), Kube({"x-kubernetes-list-type": "atomic"})] = (
-        Field(default_factory=list)
-    )
+    findings: Annotated[
+        list[Finding], Field(max_length=10), Kube({"x-kubernetes-list-type": "atomic"})
+    ] = Field(default_factory=list)
 
 
 class CheckpointStatus(StatusModel):

@@ -18,8 +18,7 @@ class Threshold:
     finding: CamelCase name, in conditions, metrics and alert names.
     op: how the metric's value compares with ``limit`` when something is wrong.
     window: optimizer steps whose median is compared; one outlier must not raise an alarm.
-    skip_steps: first optimizer steps that are not judged (lora_A has no gradient while lora_B is 0).
-    dtypes: of the weights or accumulator; empty for all.
+    skip_steps: first optimizer steps not judged (lora_A has no gradient while lora_B is 0).
     """
 
     finding: str
