@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from kubelora_api import names
 from kubelora_api.job import TRANSITIONS, LoraTrainingJob
 from kubelora_api.pod import Quantity
-from kubelora_api.schema import ApiModel, JsonObject, Kube, Rule, metadata_of, unwrap
+from kubelora_api.schema import ApiModel, JsonObject, Kube, Rule, flatten, metadata_of, unwrap
 from kubelora_api.spec import JobSpec
 from kubelora_api.status import JobStatus
 
@@ -134,7 +134,7 @@ def _without_empty(document: JsonObject) -> JsonObject:
 def _type(annotation: object, metadata: tuple[object, ...] = ()) -> Schema:
     bare, inner = unwrap(annotation)
     schema = _bare_type(bare)
-    _constrain(schema, tuple(dict.fromkeys(metadata + inner)))
+    _constrain(schema, tuple(dict.fromkeys(metadata + flatten(inner))))
     return schema
 
 

@@ -82,9 +82,14 @@ def unwrap(
     return annotation, metadata
 
 
-def metadata_of(info: FieldInfo) -> tuple[object, ...]:
-    """Constraints, rules and extras of a field, wherever in its annotation they stand."""
+def flatten(metadata: tuple[object, ...]) -> tuple[object, ...]:
+    """Metadata with what a ``Field(...)`` inside ``Annotated`` carries laid out flat."""
     flat: list[object] = []
-    for item in tuple(info.metadata) + unwrap(info.annotation)[1]:
+    for item in metadata:
         flat.extend(item.metadata if isinstance(item, FieldInfo) else [item])
     return tuple(flat)
+
+
+def metadata_of(info: FieldInfo) -> tuple[object, ...]:
+    """Constraints, rules and extras of a field, wherever in its annotation they stand."""
+    return flatten(tuple(info.metadata) + unwrap(info.annotation)[1])

@@ -7,6 +7,7 @@ YAML is read as kubectl reads it, so that one file means the same on a laptop an
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def apply_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[st
     Paths start at the document's root; list items are ``[0]``. Missing groups are created.
     Raises ConfigurationError when a setting has no such form or steps into a value.
     """
-    changed = yaml.safe_load(yaml.safe_dump(document))
+    changed = deepcopy(document)
     for setting in settings:
         path, equals, text = setting.partition("=")
         if not equals or not re.fullmatch(r"[\w-]+(\[\d+\])*(\.[\w-]+(\[\d+\])*)*", path):
@@ -148,7 +149,7 @@ def apply_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[st
         except yaml.YAMLError:
             raise ConfigurationError(f"--set {setting}: the value is not YAML: {text!r}") from None
         _set(changed, re.findall(r"[\w-]+|\[\d+\]", path), value, setting)
-    return dict(changed)
+    return changed
 
 
 def _set(target: Any, parts: list[str], value: Any, setting: str) -> None:

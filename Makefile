@@ -1,0 +1,65 @@
+# Every habit of this repository is one command. `make help` lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# uv and pip read SSL_CERT_FILE and their own configuration; no index is named here.
+UV_INSTALL := $(VENV)/bin/uv pip install --quiet --python $(PY) -c constraints.txt
+SOURCES := pyproject.toml constraints.txt
+
+.PHONY: help
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/bin/uv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) is older than 3.11; name another one: make PYTHON=python3.11 ..." >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) \
+	  || { echo "error: $(PYTHON) can't make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 2; }
+	@$(VENV)/bin/pip install --quiet --disable-pip-version-check uv
+
+$(VENV)/.trainer: $(SOURCES) | $(VENV)/bin/uv
+	@echo "installing the trainer into $(VENV) ..."
+	@$(UV_INSTALL) -e '.[trainer,demo]'
+	@touch $@
+
+$(VENV)/.dev: $(SOURCES) | $(VENV)/bin/uv
+	@echo "installing everything into $(VENV) ..."
+	@$(UV_INSTALL) -e '.[operator,trainer,demo]' --group dev
+	@touch $@ $(VENV)/.trainer
+
+.PHONY: quickstart
+quickstart: $(VENV)/.trainer ## Train a LoRA on a tiny SDXL model and real photographs, here and now
+	@rm -rf runs/quickstart
+	@$(VENV)/bin/kubelora demo runs/quickstart/demo --layout small
+	@$(VENV)/bin/kubelora train examples/quickstart/job.yaml \
+	  --mount quickstart-model=runs/quickstart/demo/model \
+	  --mount quickstart-data=runs/quickstart/demo/photos \
+	  --mount quickstart-output=runs/quickstart
+
+.PHONY: dev
+dev: $(VENV)/.dev ## Install all that development needs into .venv
+
+.PHONY: test
+test: dev ## Run every tier that this machine can run
+	@$(PY) -m tests.tiers $(TIERS)
+
+.PHONY: lint
+lint: dev ## Style, types and walls between the rooms
+	@$(PY) -m tests.tiers lint
+
+.PHONY: format
+format: dev ## Format the code
+	@$(VENV)/bin/ruff check --fix --quiet . ; $(VENV)/bin/ruff format .
+
+.PHONY: generate
+generate: dev ## Write generated files anew: the CRD, the alert rules, the metric reference
+	@$(PY) crds/generate.py
+
+.PHONY: clean
+clean: ## Remove what builds and runs left (the virtual environment stays)
+	@rm -rf build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,258 @@
+"""Documents that both judges must agree on: the API server's and `kubelora validate`.
+
+Each wrong one is the right base document with one thing changed, and names the field that the
+message must name. The base is written out by hand, not taken from the models.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+Document = dict[str, Any]
+_REMOVE = object()
+
+
+def base() -> Document:
+    return {
+        "apiVersion": "kubelora.dev/v1alpha1",
+        "kind": "LoraTrainingJob",
+        "metadata": {"name": "bottles"},
+        "spec": {
+            "model": {"uri": "hf://stabilityai/stable-diffusion-xl-base-1.0", "variant": "fp16"},
+            "dataset": {"uri": "pvc://photos/bottles", "resolution": 1024},
+            "adapter": {"rank": 64, "alpha": 64, "init": "orthogonal"},
+            "training": {"steps": 20000, "gradientAccumulation": 8, "learningRate": 1e-4},
+            "output": {"uri": "pvc://adapters/bottles"},
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong document: ``path`` set to ``value``; ``field`` is what a message must name."""
+
+    name: str
+    path: str
+    value: object
+    field: str
+
+    def document(self) -> Document:
+        return changed(self.path, self.value)
+
+
+def changed(path: str, value: object, document: Document | None = None) -> Document:
+    """The base document (or a copy of another) with one field set, or taken away."""
+    result = deepcopy(document) if document else base()
+    target: Any = result
+    *parents, last = path.split("/")
+    for part in parents:
+        target = target.setdefault(part, {})
+    if value is _REMOVE:
+        del target[last]
+    else:
+        target[last] = value
+    return result
+
+
+WRONG: tuple[Wrong, ...] = (
+    Wrong("negative rank", "spec/adapter/rank", -1, "spec.adapter.rank"),
+    Wrong("rank as text", "spec/adapter/rank", "64", "spec.adapter.rank"),
+    Wrong("rank too large", "spec/adapter/rank", 4096, "spec.adapter.rank"),
+    Wrong("alpha 0", "spec/adapter/alpha", 0, "spec.adapter.alpha"),
+    Wrong("unknown targets", "spec/adapter/targets", "atention", "spec.adapter.targets"),
+    Wrong("unknown init", "spec/adapter/init", "zeros", "spec.adapter.init"),
+    Wrong("bad pattern", "spec/adapter/rankPattern", {"to_(q": 8}, "spec.adapter.rankPattern"),
+    Wrong("look-ahead", "spec/adapter/alphaPattern", {"(?=a)": 8}, "spec.adapter.alphaPattern"),
+    Wrong("rank 0 by pattern", "spec/adapter/rankPattern", {"to_q": 0}, "spec.adapter.rankPattern"),
+    Wrong("steps and epochs", "spec/training/epochs", 3, "spec.training.steps"),
+    Wrong("neither steps nor epochs", "spec/training", {"batchSize": 1}, "spec.training.steps"),
+    Wrong("steps 0", "spec/training/steps", 0, "spec.training.steps"),
+    Wrong("fractional steps", "spec/training/steps", 10.5, "spec.training.steps"),
+    Wrong("learning rate 0", "spec/training/learningRate", 0, "spec.training.learningRate"),
+    Wrong("batch size 0", "spec/training/batchSize", 0, "spec.training.batchSize"),
+    Wrong(
+        "accumulation 0",
+        "spec/training/gradientAccumulation",
+        0,
+        "spec.training.gradientAccumulation",
+    ),
+    Wrong(
+        "unknown schedule",
+        "spec/training/schedule",
+        {"name": "cosin"},
+        "spec.training.schedule.name",
+    ),
+    Wrong(
+        "beta2 of 1",
+        "spec/training/optimizer",
+        {"name": "adamw", "beta2": 1},
+        "spec.training.optimizer.beta2",
+    ),
+    Wrong("unknown scheme", "spec/model/uri", "gs://bucket/model", "spec.model.uri"),
+    Wrong("no organisation", "spec/model/uri", "hf://sdxl", "spec.model.uri"),
+    Wrong("a path of this machine", "spec/dataset/uri", "/data/photos", "spec.dataset.uri"),
+    Wrong("a file URI", "spec/dataset/uri", "file:///data/photos", "spec.dataset.uri"),
+    Wrong("stepping out of a claim", "spec/output/uri", "pvc://a/../b", "spec.output.uri"),
+    Wrong("output on the hub", "spec/output/uri", "hf://me/adapter", "spec.output.uri"),
+    Wrong("vae without scheme", "spec/model/vae", "madebyollin/vae", "spec.model.vae"),
+    Wrong("no model", "spec/model", _REMOVE, "spec.model"),
+    Wrong("no output", "spec/output", _REMOVE, "spec.output"),
+    Wrong("odd resolution", "spec/dataset/resolution", 1001, "spec.dataset.resolution"),
+    Wrong("dropout above 1", "spec/dataset/captionDropout", 1.5, "spec.dataset.captionDropout"),
+    Wrong(
+        "bf16 accumulator",
+        "spec/precision",
+        {"accumulator": "bf16"},
+        "spec.precision.accumulator",
+    ),
+    Wrong(
+        "bf16 master weights",
+        "spec/precision",
+        {"masterWeights": "bf16"},
+        "spec.precision.masterWeights",
+    ),
+    Wrong("unknown dtype", "spec/precision", {"compute": "fp8"}, "spec.precision.compute"),
+    Wrong("unknown policy", "spec/health", {"policy": "warn"}, "spec.health.policy"),
+    Wrong("keep no checkpoint", "spec/checkpoint", {"keep": 0}, "spec.checkpoint.keep"),
+    Wrong("workers 0", "spec/workers", {"nodes": 0}, "spec.workers.nodes"),
+    Wrong("workers as a number", "spec/workers", 0, "spec.workers"),
+    Wrong(
+        "hostPath",
+        "spec/podTemplate",
+        {"volumes": [{"name": "disk", "hostPath": {"path": "/"}}]},
+        "spec.podTemplate.volumes[0].hostPath",
+    ),
+    Wrong(
+        "projected token",
+        "spec/podTemplate",
+        {"volumes": [{"name": "token", "projected": {"sources": []}}]},
+        "spec.podTemplate.volumes[0].projected",
+    ),
+    Wrong(
+        "another GPU limit",
+        "spec/podTemplate",
+        {"resources": {"limits": {"nvidia.com/gpu": 2}}},
+        "spec.podTemplate",
+    ),
+    Wrong(
+        "an environment name of ours",
+        "spec/podTemplate",
+        {"env": [{"name": "KUBELORA_ATTEMPT", "value": "9"}]},
+        "spec.podTemplate.env[0].name",
+    ),
+    Wrong(
+        "a label of ours",
+        "spec/podTemplate",
+        {"labels": {"kubelora.dev/job": "other"}},
+        "spec.podTemplate.labels",
+    ),
+    Wrong(
+        "root",
+        "spec/podTemplate",
+        {"securityContext": {"runAsUser": 0}},
+        "spec.podTemplate.securityContext.runAsUser",
+    ),
+    Wrong(
+        "no time for a checkpoint",
+        "spec/podTemplate",
+        {"terminationGracePeriodSeconds": 5},
+        "spec.podTemplate.terminationGracePeriodSeconds",
+    ),
+    Wrong(
+        "memory size without unit",
+        "spec/podTemplate",
+        {"sharedMemorySize": "lots"},
+        "spec.podTemplate.sharedMemorySize",
+    ),
+    Wrong("a name Indexed Jobs can't have", "metadata/name", "7bottles", "metadata.name"),
+    Wrong("a name with a dot", "metadata/name", "bottles.v2", "metadata.name"),
+    Wrong("a name too long", "metadata/name", "b" * 41, "metadata.name"),
+    Wrong("a typo", "spec/dataset/resolutoin", 512, "spec.dataset.resolutoin"),
+    Wrong("a typo of a group", "spec/trainning", {"steps": 1}, "spec.trainning"),
+    Wrong(
+        "a typo in the pod",
+        "spec/podTemplate",
+        {"nodeSelectors": {"gpu": "a100"}},
+        "spec.podTemplate.nodeSelectors",
+    ),
+    Wrong("suspend as text", "spec/suspend", "yes", "spec.suspend"),
+    Wrong("negative restarts", "spec/restartPolicy", {"maxRestarts": -1}, "maxRestarts"),
+)
+
+RIGHT: dict[str, Document] = {
+    "the example": base(),
+    "least": changed(
+        "spec",
+        {
+            "model": {"uri": "pvc://models"},
+            "dataset": {"uri": "s3://bucket/photos"},
+            "training": {"epochs": 1},
+            "output": {"uri": "pvc://out"},
+        },
+    ),
+    "a revision": changed("spec/model/uri", "hf://org/repo@refs/pr/3"),
+    "lossy, and meant": changed(
+        "spec/precision",
+        {"accumulator": "bf16", "masterWeights": "bf16", "allowLossyPrecision": True},
+    ),
+    "patterns": changed("spec/adapter/rankPattern", {r"down_blocks\.\d+.*to_q": 8, "mid.*": 128}),
+    "the right GPU limit as a number": changed(
+        "spec/podTemplate", {"resources": {"limits": {"nvidia.com/gpu": 1, "memory": "48Gi"}}}
+    ),
+    "the right GPU limit as text": changed(
+        "spec/podTemplate", {"resources": {"limits": {"nvidia.com/gpu": "1", "cpu": 4}}}
+    ),
+    "a pod of one's own": changed(
+        "spec/podTemplate",
+        {
+            "image": "registry.example/trainer:1",
+            "env": [
+                {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "t"}}}
+            ],
+            "envFrom": [{"secretRef": {"name": "more"}}],
+            "nodeSelector": {"gpu": "a100"},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "affinity": {"nodeAffinity": {}},
+            "volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}}],
+            "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+            "labels": {"team": "studio"},
+        },
+    ),
+    "a queue, suspended": changed("spec/suspend", True, changed("spec/queueName", "team-studio")),
+    "the shortest name": changed("metadata/name", "b"),
+    "the longest name": changed("metadata/name", "b" * 40),
+    "on a CPU": changed("spec/workers", {"gpusPerNode": 0}),
+    "a null is an absent field": changed("spec/adapter/alpha", None),
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a started job; ``field`` is refused, or None where the change is right."""
+
+    name: str
+    edit: Callable[[Document], Document]
+    field: str | None
+
+
+CHANGES: tuple[Change, ...] = (
+    Change("the rank", lambda d: changed("spec/adapter/rank", 8, d), "spec.adapter"),
+    Change("the steps", lambda d: changed("spec/training/steps", 9, d), "spec.training"),
+    Change("the model", lambda d: changed("spec/model/uri", "hf://a/b", d), "spec.model"),
+    Change("the data", lambda d: changed("spec/dataset/resolution", 512, d), "spec.dataset"),
+    Change("the output", lambda d: changed("spec/output/uri", "pvc://b", d), "spec.output"),
+    Change(
+        "the precision",
+        lambda d: changed("spec/precision", {"compute": "fp32"}, d),
+        "spec.precision",
+    ),
+    Change("suspension", lambda d: changed("spec/suspend", True, d), None),
+    Change("more restarts", lambda d: changed("spec/restartPolicy", {"maxRestarts": 9}, d), None),
+    Change(
+        "more memory",
+        lambda d: changed("spec/podTemplate", {"resources": {"limits": {"memory": "64Gi"}}}, d),
+        None,
+    ),
+    Change("a default written out", lambda d: changed("spec/training/seed", 0, d), None),
+)

@@ -1,0 +1,166 @@
+"""`make test`: every tier this machine can run, one line each, and why where one can't.
+
+Tiers that compute run one after another in one lane; those that mostly wait (the cluster's) in a
+second lane beside them, so that two cores are enough. Under ``CI=true`` a tier that could not run
+counts as failed: a green run has run everything.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LOGS = ROOT / "build" / "test-logs"
+PYTHON = sys.executable
+BIN = Path(PYTHON).parent
+
+
+def always() -> str | None:
+    """This tier needs nothing but the virtual environment."""
+    return None
+
+
+def cluster_or_means_for_one() -> str | None:
+    """Why there can be no cluster here, or None."""
+    if os.environ.get("KUBECONFIG"):
+        return None
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs root on Linux to run a kubelet, or KUBECONFIG of a cluster"
+    if not shutil.which("go"):
+        return "needs Go to build Kubernetes, or KUBECONFIG of a cluster"
+    return None
+
+
+def helm_or_means_for_it() -> str | None:
+    """Why `helm` can't be had here, or None."""
+    if shutil.which("helm") or shutil.which("go"):
+        return None
+    return "needs helm, or Go to build it"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A folder of tests, or a command that stands for one."""
+
+    name: str
+    commands: tuple[tuple[str, ...], ...]
+    lacking: Callable[[], str | None] = always
+
+
+def pytest(*arguments: str) -> tuple[str, ...]:
+    """A pytest call whose slowest tests are named in the log."""
+    return (PYTHON, "-m", "pytest", "--durations=5", "-rs", *arguments)
+
+
+LANES: tuple[tuple[Tier, ...], ...] = (
+    (
+        Tier(
+            "lint",
+            (
+                (str(BIN / "ruff"), "check", "."),
+                (str(BIN / "ruff"), "format", "--check", "."),
+                (str(BIN / "mypy"), "crds", "operator", "trainer", "tests"),
+                (str(BIN / "lint-imports"),),
+            ),
+        ),
+        Tier("unit", (pytest("tests/api", "tests/operator", "tests/trainer"),)),
+        Tier("quickstart", (pytest("tests/quickstart"),)),
+    ),
+    (
+        Tier("chart", (pytest("tests/chart"),), helm_or_means_for_it),
+        Tier("cluster", (pytest("tests/cluster"),), cluster_or_means_for_one),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a tier went."""
+
+    tier: str
+    ran: bool
+    passed: bool
+    seconds: float
+    sentence: str
+    counts: Mapping[str, int]
+
+    def line(self) -> str:
+        """One line for the person who waits."""
+        state = "passed" if self.passed else "FAILED" if self.ran else "not run"
+        return f"{self.tier:<11} {state:<8} {self.seconds:6.0f} s  {self.sentence}"
+
+
+def run(tier: Tier) -> Outcome:
+    """Run a tier, its output to a log file, and print its line."""
+    if reason := tier.lacking():
+        outcome = Outcome(tier.name, False, False, 0, reason, {})
+    else:
+        outcome = _run_commands(tier)
+    print(outcome.line(), flush=True)
+    return outcome
+
+
+def _run_commands(tier: Tier) -> Outcome:
+    log = LOGS / f"{tier.name}.log"
+    # One thread each: two lanes share the cores, and tiny models run slower on more.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+    started = time.monotonic()
+    passed = True
+    with log.open("wb") as output:
+        for command in tier.commands:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            passed = passed and done.returncode == 0
+    counts = count(log.read_text(errors="replace"))
+    told = ", ".join(f"{n} {what}" for what, n in counts.items()) or f"{len(tier.commands)} checks"
+    sentence = told if passed else f"{told}; see {log.relative_to(ROOT)}"
+    return Outcome(tier.name, True, passed, time.monotonic() - started, sentence, counts)
+
+
+def count(log: str) -> dict[str, int]:
+    """Pytest's own counts from the closing lines of a log."""
+    counts: dict[str, int] = {}
+    for line in log.splitlines():
+        if re.search(r"(passed|failed|errors?|skipped|no tests ran).* in [\d.]+s", line):
+            for number, what in re.findall(r"(\d+) (passed|failed|error|skipped)", line):
+                counts[what] = counts.get(what, 0) + int(number)
+    return counts
+
+
+def main(names: Sequence[str]) -> int:
+    """Run the named tiers, or all, and tell the sum."""
+    known = [t.name for lane in LANES for t in lane]
+    if unknown := [n for n in names if n not in known]:
+        print(f"no tier named {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)
+        return 2
+    LOGS.mkdir(parents=True, exist_ok=True)
+    lanes = [[t for t in lane if not names or t.name in names] for lane in LANES]
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        outcomes = [o for lane in pool.map(lambda ts: [run(t) for t in ts], lanes) for o in lane]
+    for outcome in outcomes:
+        if outcome.ran and not outcome.passed:
+            _print_end_of(outcome.tier)
+    strict = os.environ.get("CI") == "true"
+    wrong = [o for o in outcomes if not o.passed and (o.ran or strict)]
+    tests = sum(o.counts.get("passed", 0) for o in outcomes)
+    failed = sum(o.counts.get("failed", 0) + o.counts.get("error", 0) for o in outcomes)
+    failed = max(failed, len(wrong))
+    print(f"{tests} passed, {failed} failed")
+    return 1 if wrong or not tests else 0
+
+
+def _print_end_of(tier: str) -> None:
+    print(f"\n--- {tier} ---")
+    print("\n".join((LOGS / f"{tier}.log").read_text(errors="replace").splitlines()[-80:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""Job files mean on a laptop what they mean to kubectl, and mistakes are told by file and line."""
+
+from pathlib import Path
+
+import pytest
+
+from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.job_file import apply_settings, load_job_documents, read_job
+from kubelora_trainer.validate_command import validate_files
+
+JOB = """\
+apiVersion: kubelora.dev/v1alpha1
+kind: LoraTrainingJob
+metadata:
+  name: bottles
+spec:
+  model: {uri: pvc://models/sdxl}
+  dataset: {uri: pvc://photos}
+  adapter:
+    rank: 64
+  training:
+    steps: 20
+    learningRate: 1e-4
+  output: {uri: pvc://out}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def edited(path: Path, old: str, new: str) -> str:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return str(path)
+
+
+def test_a_number_in_scientific_notation_is_a_number(job: Path) -> None:
+    assert read_job(str(job)).spec.training.learning_rate == 0.0001
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 0.0001),
+        ("1E3", 1000.0),
+        (".5", 0.5),
+        ("-2", -2),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("017", 15),
+        ("1_000", 1000),
+        ("2026-11-30", "2026-11-30"),
+        ("1:30", "1:30"),
+        ("true", True),
+        ("null", None),
+        ("'7'", "7"),
+        ("1.2.3", "1.2.3"),
+        ("[1, a]", [1, "a"]),
+    ],
+)
+def test_values_are_read_as_kubectl_reads_them(text: str, value: object) -> None:
+    found = apply_settings({}, [f"x={text}"])["x"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_a_mistake_is_told_with_file_and_line(job: Path) -> None:
+    path = edited(job, "rank: 64", "rank: -1")
+    with pytest.raises(ConfigurationError) as refused:
+        read_job(path)
+    assert str(refused.value) == f"{path}:9: spec.adapter.rank: must be at least 1, found -1"
+
+
+def test_an_absent_field_is_placed_at_its_parent(job: Path) -> None:
+    path = edited(job, "  output: {uri: pvc://out}\n", "  output: {}\n")
+    with pytest.raises(ConfigurationError) as refused:
+        read_job(path)
+    assert str(refused.value) == f"{path}:13: spec.output.uri: required, but not set"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (
+            "    rank: 64\n",
+            "    rank: 64\n    rank: 8\n",
+            ":10: not valid YAML: the key 'rank' stands twice",
+        ),
+        ("  name: bottles", "  name: [bottles", "not valid YAML"),
+        ("kind: LoraTrainingJob", "kind: Pod\n", "found apiVersion|expected apiVersion"),
+        ("apiVersion: kubelora.dev/v1alpha1", "apiVersion: kubelora.dev/v2", "v1alpha1"),
+    ],
+)
+def test_a_broken_file_is_a_sentence(job: Path, old: str, new: str, sentence: str) -> None:
+    path = edited(job, old, new)
+    with pytest.raises(ConfigurationError, match=sentence.replace("[", r"\[")) as refused:
+        read_job(path)
+    assert str(refused.value).startswith(path)
+
+
+def test_a_missing_file_and_one_that_is_not_text_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"none\.yaml: no such file"):
+        load_job_documents(str(tmp_path / "none.yaml"))
+    with pytest.raises(ConfigurationError, match="is a directory"):
+        load_job_documents(str(tmp_path))
+    (tmp_path / "job.yaml").write_bytes(b"kind: \x92")
+    with pytest.raises(ConfigurationError, match="not UTF-8 at byte 6"):
+        load_job_documents(str(tmp_path / "job.yaml"))
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(ConfigurationError, match="no LoraTrainingJob in this file"):
+        load_job_documents(str(tmp_path / "empty.yaml"))
+
+
+def test_other_objects_in_the_file_are_left_alone(job: Path) -> None:
+    job.write_text(
+        "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: photos}\n---\n" + JOB
+    )
+    assert read_job(str(job)).metadata.name == "bottles"
+
+
+def test_settings_change_a_copy(job: Path) -> None:
+    settings = ["spec.training.steps=3", "spec.precision.compute=fp32", "spec.adapter.alpha=8"]
+    spec = read_job(str(job), settings).spec
+    assert (spec.training.steps, spec.precision.compute, spec.adapter.alpha) == (3, "fp32", 8)
+    assert read_job(str(job)).spec.training.steps == 20
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["spec.training.steps", "=3", "spec..steps=1", "spec.adapter.rank.deep=1", "spec.x[0]=1"],
+)
+def test_a_setting_that_sets_nothing_is_refused(job: Path, setting: str) -> None:
+    with pytest.raises(ConfigurationError, match="--set"):
+        read_job(str(job), [setting])
+
+
+def test_a_wrong_setting_names_the_field(job: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"spec\.training\.steps: must be at least 1"):
+        read_job(str(job), ["spec.training.steps=0"])
+
+
+def test_validation_tells_of_every_file(job: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(JOB.replace("rank: 64", "rank: 0"))
+    assert validate_files([str(job)], local=False, against=None) == [f"{job}: bottles: valid"]
+    with pytest.raises(ConfigurationError) as refused:
+        validate_files([str(job), str(wrong), str(tmp_path / "none")], local=False, against=None)
+    assert len(str(refused.value).splitlines()) == 2
+
+
+def test_a_change_of_a_started_job_is_judged_against_the_running_one(
+    job: Path, tmp_path: Path
+) -> None:
+    running = tmp_path / "running.yaml"
+    running.write_text(JOB + "status: {attempt: 1}\n")
+    assert validate_files([str(job)], local=False, against=str(running))
+    path = edited(job, "rank: 64", "rank: 8")
+    with pytest.raises(ConfigurationError, match=r"job\.yaml:8: spec\.adapter: cannot change"):
+        validate_files([path], local=False, against=str(running))
+    running.write_text(JOB)
+    assert validate_files([path], local=False, against=str(running))
