@@ -1,0 +1,29 @@
+"""The demo's models and photographs, made once a session, and one thread for tiny matrices."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+from kubelora_trainer.demo import DemoPaths, create_demo
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoPaths:
+    """The quick layout. Tests read it and never write to it."""
+    return create_demo(_folder(tmp_path_factory, "small"), "small")
+
+
+@pytest.fixture(scope="session")
+def full_demo(tmp_path_factory: pytest.TempPathFactory) -> DemoPaths:
+    """SDXL's blocks and depths. Tests read it and never write to it."""
+    return create_demo(_folder(tmp_path_factory, "full"), "full", images=1)
+
+
+def _folder(factory: pytest.TempPathFactory, name: str) -> Path:
+    return factory.mktemp("demo") / name
