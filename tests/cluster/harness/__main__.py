@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from . import cluster, gobuild, teardown
+from . import cluster, gobuild, images, teardown
 from .errors import HarnessError
 from .places import Places, default_places
 
@@ -31,6 +31,14 @@ def _tool(places: Places, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _images(places: Places, _: argparse.Namespace) -> int:
+    cluster.up(places)
+    built = images.ensure(places)
+    print(f"export KUBELORA_OPERATOR_IMAGE={built.operator}")
+    print(f"export KUBELORA_TRAINER_IMAGE={built.trainer}")
+    return 0
+
+
 def _check_clean(places: Places, _: argparse.Namespace) -> int:
     left = teardown.check_clean(places)
     print("\n".join(left) or "Nothing of a cluster is left on this machine.")
@@ -42,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tests.cluster.harness",
         description="A real one-node Kubernetes on this machine, for tests and by hand.",
         epilog="Binaries are cached in $KUBELORA_CACHE (default ~/.cache/kubelora), the cluster's "
-        "state is in $KUBELORA_STATE (default /var/lib/kubelora-cluster), and $KUBELORA_JOBS limits "
-        "how many packages are compiled at a time.",
+        "state is in $KUBELORA_STATE (default /var/lib/kubelora-cluster), and $KUBELORA_JOBS "
+        "limits how many packages are compiled at a time.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -58,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("down", _down, "stop the cluster and remove every trace of it")
     add("status", _status, "one line a component; the exit status is 0 when all are healthy")
     add("check-clean", _check_clean, "list what a cluster left behind; exit status 0 when nothing")
+    add("images", _images, "build the two images where stale and hand them to the cluster")
     tool = add("tool", _tool, "print a tool's path, building it first if it is missing")
     tool.add_argument("name", help="for example helm, promtool, kubectl or monitoring-crds")
     return parser

@@ -13,11 +13,16 @@ from .settings import DNS_PORT, DNS_SERVICE_ADDRESS, GPU_RESOURCE, GPUS, NODE
 
 def dns_objects(node_address: str) -> list[dict[str, object]]:
     """CoreDNS runs on the host: a Service without a selector leads to it by a slice of our own."""
-    ports = [
-        {"name": f"dns-{protocol.lower()}", "port": 53, "protocol": protocol, "targetPort": DNS_PORT}
+    service_ports = [
+        {
+            "name": f"dns-{protocol.lower()}",
+            "port": 53,
+            "protocol": protocol,
+            "targetPort": DNS_PORT,
+        }
         for protocol in ("UDP", "TCP")
     ]
-    service = {
+    service: dict[str, object] = {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {
@@ -25,9 +30,9 @@ def dns_objects(node_address: str) -> list[dict[str, object]]:
             "namespace": "kube-system",
             "labels": {"k8s-app": "kube-dns"},
         },
-        "spec": {"clusterIP": DNS_SERVICE_ADDRESS, "ports": ports},
+        "spec": {"clusterIP": DNS_SERVICE_ADDRESS, "ports": service_ports},
     }
-    endpoints = {
+    endpoints: dict[str, object] = {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
         "metadata": {
@@ -38,7 +43,8 @@ def dns_objects(node_address: str) -> list[dict[str, object]]:
         "addressType": "IPv4",
         "endpoints": [{"addresses": [node_address], "conditions": {"ready": True}}],
         "ports": [
-            {"name": port["name"], "port": DNS_PORT, "protocol": port["protocol"]} for port in ports
+            {"name": port["name"], "port": DNS_PORT, "protocol": port["protocol"]}
+            for port in service_ports
         ],
     }
     return [*_dns_rights(), service, endpoints]
@@ -99,6 +105,6 @@ def offer_gpus(kubectl: Kubectl, seconds: float = 60.0) -> None:
     left = seconds - (time.monotonic() - started)
     if not wait_until(lambda: allocatable_gpus(kubectl) == GPUS, left, pause=0.5):
         raise HarnessError(
-            f"The node was told that it has {GPUS} {GPU_RESOURCE}, but the kubelet did not make them "
-            f"allocatable in {seconds:g} s; its log is kubelet.log in the logs folder of the state."
+            f"The node was told that it has {GPUS} {GPU_RESOURCE}, but the kubelet did not make "
+            f"them allocatable in {seconds:g} s; see kubelet.log."
         )

@@ -171,5 +171,3 @@ def describe(places: Places) -> str:
         state = "not running" if pid is None else "healthy" if component.healthy() else "unhealthy"
         rows.append(f"{component.name:<26}{state:<14}{pid or ''}")
     return "\n".join(rows)
-
-

@@ -197,7 +197,7 @@ def kube_proxy(places: Places) -> Component:
 
 
 def coredns(places: Places, node_address: str) -> Component:
-    """A process of the host behind a Service: it needs no image, and it works before the first pod."""
+    """A process of the host behind a Service: it needs no image and works before the first pod."""
     return Component(
         name="coredns",
         command=(str(path_of(places, "coredns")), "-conf", str(places.config / "Corefile")),

@@ -60,7 +60,7 @@ disabled_plugins = ["io.containerd.internal.v1.opt"]
 
 
 def network(places: Places) -> str:
-    """Point-to-point links: no bridge to remove, and pod-to-Service-to-pod traffic is always routed.
+    """Point-to-point links: no bridge to remove, and traffic between pods is always routed.
 
     On a bridge the answer of a pod on the same bridge would bypass the address translation unless
     the kernel's br_netfilter is on.

@@ -88,7 +88,8 @@ def _go_mod(places: Places, family: ToolFamily, log: Path) -> str:
 
 def _download(places: Places, family: ToolFamily, log: Path, module: str, version: str) -> Path:
     # Outside any module, so that a half-written go.mod cannot disturb it.
-    answer = _go(places, family, log, ["mod", "download", "-json", f"{module}@{version}"], places.build)
+    arguments = ["mod", "download", "-json", f"{module}@{version}"]
+    answer = _go(places, family, log, arguments, places.build)
     return Path(json.loads(answer)["Dir"])
 
 
@@ -126,7 +127,11 @@ def _generate(places: Places, family: ToolFamily, log: Path) -> None:
 
 
 def _go(
-    places: Places, family: ToolFamily, log: Path, arguments: Sequence[str], folder: Path | None = None
+    places: Places,
+    family: ToolFamily,
+    log: Path,
+    arguments: Sequence[str],
+    folder: Path | None = None,
 ) -> str:
     where = folder or places.build / family.name
     return _run(
@@ -134,7 +139,9 @@ def _go(
     )
 
 
-def _run(command: Sequence[str], folder: Path, environment: dict[str, str], log: Path, what: str) -> str:
+def _run(
+    command: Sequence[str], folder: Path, environment: dict[str, str], log: Path, what: str
+) -> str:
     with log.open("a") as stream:
         done = subprocess.run(
             list(command),

@@ -67,9 +67,8 @@ def _table_exists(table: str) -> bool:
 
 def pod_links() -> list[str]:
     """Host ends of the pods' links: those whose route leads into the pod subnet."""
-    done = subprocess.run(
-        ["ip", "-json", "route", "show", "root", POD_SUBNET], capture_output=True, text=True, check=False
-    )
+    command = ["ip", "-json", "route", "show", "root", POD_SUBNET]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not done.stdout.strip():
         return []
     return sorted({str(route["dev"]) for route in json.loads(done.stdout) if "dev" in route})

@@ -1,4 +1,4 @@
-"""kubectl as a callable: text in, text or objects out, and a readable error with what it printed."""
+"""kubectl and helm as callables, with errors that say what was run and what it printed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ class Kubectl:
     kubeconfig: Path
     namespace: str = ""
 
-    def __call__(
-        self, *arguments: str, stdin: str | None = None, timeout: float = 120.0
-    ) -> str:
+    def __call__(self, *arguments: str, stdin: str | None = None, timeout: float = 120.0) -> str:
         """Run `kubectl ARGUMENTS` and return its standard output; raises KubectlError."""
         done = self.attempt(*arguments, stdin=stdin, timeout=timeout)
         if done.returncode != 0:

@@ -132,7 +132,8 @@ def _services_held_back() -> Iterator[None]:
         if ours:
             _POLICY.unlink(missing_ok=True)
         for unit in _enabled_units() - enabled_before:
-            subprocess.run(["systemctl", "disable", "--now", unit], capture_output=True, check=False)
+            command = ["systemctl", "disable", "--now", unit]
+            subprocess.run(command, capture_output=True, check=False)
 
 
 def _enabled_units() -> set[str]:
@@ -155,5 +156,7 @@ def node_address() -> str:
         return str(probe.getsockname()[0])
     done = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False)
     if not done.stdout.split():
-        raise HarnessError("This machine has no network address; a node needs one besides 127.0.0.1.")
+        raise HarnessError(
+            "This machine has no network address but 127.0.0.1, and a node needs one."
+        )
     return done.stdout.split()[0]

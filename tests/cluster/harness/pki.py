@@ -1,4 +1,4 @@
-"""Certificates, tokens and kubeconfigs of one cluster: made anew for each, never kept in the repository."""
+"""Certificates, tokens and kubeconfigs, made anew for each cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import json
 import secrets
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +40,7 @@ def write_pki(places: Places, node_address: str) -> None:
     places.pki.chmod(0o700)
     for authority in ("ca", "front-proxy-ca"):
         _authority(places.pki, authority)
-    names = [
-        f"IP:{address}" for address in ("127.0.0.1", API_SERVICE_ADDRESS, node_address)
-    ] + [
+    names = [f"IP:{address}" for address in ("127.0.0.1", API_SERVICE_ADDRESS, node_address)] + [
         f"DNS:{name}"
         for name in (
             "localhost",
@@ -54,15 +51,15 @@ def write_pki(places: Places, node_address: str) -> None:
         )
     ]
     client = "extendedKeyUsage=clientAuth"
-    _certificate(places.pki, "ca", "apiserver", "/CN=kube-apiserver", f"subjectAltName={','.join(names)}")
+    server = f"subjectAltName={','.join(names)}"
+    _certificate(places.pki, "ca", "apiserver", "/CN=kube-apiserver", server)
     # `kubectl logs` and `exec` go from the API server to the kubelet with this one.
     _certificate(places.pki, "ca", "kubelet-client", "/O=system:masters/CN=kube-apiserver", client)
-    _certificate(places.pki, "front-proxy-ca", "front-proxy-client", "/CN=front-proxy-client", client)
-    _openssl(["genrsa", "-out", str(places.pki / "service-account.key"), "2048"])
-    _openssl(
-        ["rsa", "-in", str(places.pki / "service-account.key"), "-pubout"]
-        + ["-out", str(places.pki / "service-account.pub")]
-    )
+    front = "front-proxy-client"
+    _certificate(places.pki, "front-proxy-ca", front, f"/CN={front}", client)
+    key = places.pki / "service-account.key"
+    _openssl("genrsa", "-out", str(key), "2048")
+    _openssl("rsa", "-in", str(key), "-pubout", "-out", str(key.with_suffix(".pub")))
     _write_tokens(places)
 
 
@@ -108,27 +105,24 @@ def _write_secret(path: Path, text: str) -> None:
 
 
 def _authority(folder: Path, name: str) -> None:
-    _openssl(
-        ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "365", "-subj", f"/CN={name}"]
-        + ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.crt")]
-    )
+    files = ("-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.crt"))
+    options = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "365", "-subj", f"/CN={name}")
+    _openssl("req", *options, *files)
 
 
 def _certificate(folder: Path, authority: str, name: str, subject: str, extensions: str) -> None:
-    request, extension_file = folder / f"{name}.csr", folder / f"{name}.ext"
+    request, extension_file = str(folder / f"{name}.csr"), folder / f"{name}.ext"
     extension_file.write_text(extensions + "\n")
+    key = ("-keyout", str(folder / f"{name}.key"))
+    _openssl("req", "-newkey", "rsa:2048", "-nodes", "-subj", subject, *key, "-out", request)
+    signer = ("-CA", f"{folder / authority}.crt", "-CAkey", f"{folder / authority}.key")
     _openssl(
-        ["req", "-newkey", "rsa:2048", "-nodes", "-subj", subject]
-        + ["-keyout", str(folder / f"{name}.key"), "-out", str(request)]
-    )
-    _openssl(
-        ["x509", "-req", "-in", str(request), "-days", "365", "-CAcreateserial"]
-        + ["-CA", str(folder / f"{authority}.crt"), "-CAkey", str(folder / f"{authority}.key")]
-        + ["-extfile", str(extension_file), "-out", str(folder / f"{name}.crt")]
+        *("x509", "-req", "-in", request, "-days", "365", "-CAcreateserial", *signer),
+        *("-extfile", str(extension_file), "-out", str(folder / f"{name}.crt")),
     )
 
 
-def _openssl(arguments: Sequence[str]) -> None:
+def _openssl(*arguments: str) -> None:
     done = subprocess.run(["openssl", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise HarnessError(f"`openssl {arguments[0]}` failed: {done.stderr.strip()[-800:]}")

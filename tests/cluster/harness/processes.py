@@ -29,9 +29,12 @@ def start_time(pid: int) -> int | None:
 
 
 def spawn(
-    places: Places, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+    places: Places,
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Start a component in a session of its own, with its log and pid file under the state folder."""
+    """Start a component in a session of its own; its log and pid file are in the state folder."""
     places.logs.mkdir(parents=True, exist_ok=True)
     places.pids.mkdir(parents=True, exist_ok=True)
     with (places.logs / f"{name}.log").open("ab") as log:
@@ -63,7 +66,7 @@ def remembered(places: Places) -> list[str]:
 
 
 def stop(places: Places, name: str, grace: float = 10.0) -> None:
-    """Terminate the component's process group, kill it after `grace` seconds, forget its pid file."""
+    """Terminate the component's process group, kill it after `grace` seconds, forget its pid."""
     pid = running_pid(places, name)
     if pid is not None:
         terminate_group(pid, grace)
@@ -106,7 +109,8 @@ def processes_mentioning(word: str) -> dict[int, str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                line = " ".join(words)
                 if word in line and start_time(int(entry.name)) is not None:
                     found[int(entry.name)] = line.strip()
     return found

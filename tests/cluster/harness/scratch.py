@@ -15,8 +15,10 @@ from .places import Places
 from .settings import CONTAINERD_NAMESPACE
 
 
-def write_image(archive: Path, name: str, files: Mapping[str, Path], entrypoint: Sequence[str]) -> None:
-    """Write a one-layer image with the given files (path in the image to path here), all executable."""
+def write_image(
+    archive: Path, name: str, files: Mapping[str, Path], entrypoint: Sequence[str]
+) -> None:
+    """Write a one-layer image of executables: path in the image to path here."""
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:
         for inside, outside in sorted(files.items()):
@@ -45,11 +47,15 @@ def write_image(archive: Path, name: str, files: Mapping[str, Path], entrypoint:
             tar.addfile(member, io.BytesIO(content))
 
 
+def ctr_command(places: Places) -> tuple[str, ...]:
+    socket = str(places.containerd_socket)
+    return ("ctr", "--address", socket, "--namespace", CONTAINERD_NAMESPACE)
+
+
 def ctr(places: Places, *arguments: str, timeout: float = 600.0) -> str:
     """containerd's own command line, in the namespace that the kubelet uses."""
     done = subprocess.run(
-        ["ctr", "--address", str(places.containerd_socket), "--namespace", CONTAINERD_NAMESPACE]
-        + list(arguments),
+        [*ctr_command(places), *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,

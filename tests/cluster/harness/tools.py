@@ -89,7 +89,7 @@ HELM = ToolFamily(
     packages=("cmd/helm",),
     variables=(
         "helm.sh/helm/v3/internal/version.version=v3.22.0",
-        # `helm template` assumes this Kubernetes when no cluster is asked; the plain build says 1.20.
+        # What `helm template` assumes of a cluster it does not ask; the plain build says 1.20.
         f"helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor={_MAJOR}",
         f"helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor={_MINOR}",
         f"helm.sh/helm/v3/pkg/lint/rules.k8sVersionMajor={_MAJOR}",
@@ -143,9 +143,6 @@ PAUSE = ToolFamily(
 
 # In the order in which a cold machine should build them: the cluster's own first.
 FAMILIES = (KUBERNETES, PAUSE, COREDNS, HELM, PROMETHEUS, MONITORING_CRDS)
-
-# Debian's package; the Go module lacks its UI files and does not build.
-DEBIAN_TOOLS = {"alertmanager": "/usr/bin/prometheus-alertmanager"}
 
 
 def family_of(tool: str) -> ToolFamily:
