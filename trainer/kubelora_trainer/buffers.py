@@ -1,0 +1,184 @@
+"""The adapter's flat buffers: working copy, gradient accumulator, master weights.
+
+Autograd gives a gradient the parameter's own type, so a bf16 parameter sums its micro-batches in
+bf16 and loses small ones. Here every ``p.grad`` is a view of one flat buffer whose type is chosen
+(``Tensor.grad_dtype``), and the optimizer updates separate masters of a type of their own. Flat
+buffers make telemetry, normalising, clipping and checkpoints a handful of kernels; views keep the
+true shapes for the optimizer.
+
+Slots are ordered by group (``down.lora_A``), so that a group is one contiguous range.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kubelora_trainer.errors import NumericalError
+from kubelora_trainer.precision import PrecisionPlan
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One trainable matrix of the adapter.
+
+    module: name of the layer it belongs to. group: ``block.factor``, such as ``down.lora_A``.
+    """
+
+    module: str
+    group: str
+    parameter: Parameter
+
+    @property
+    def name(self) -> str:
+        """``module.lora_A``, unique in the adapter."""
+        return f"{self.module}.{self.group.rpartition('.')[2]}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a factor lies in every flat buffer: elements ``start`` to ``stop``."""
+
+    factor: Factor
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """First element after the slot."""
+        return self.start + prod(self.shape)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The slot's view of ``flat``, in the factor's true shape."""
+        return flat[self.start : self.stop].view(self.shape)
+
+
+@dataclass(frozen=True)
+class GroupRange:
+    """A group's contiguous range of elements."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class AdapterBuffers:
+    """Flat buffers over all factors, and the views that tie them to autograd and the optimizer.
+
+    working: type ``plan.compute``; the parameters of the model are views of it.
+    gradient: type ``plan.accumulator``; every ``parameter.grad`` is a view of it.
+    masters: type ``plan.masters``; the working copy itself where the types agree.
+    optimizer_gradient: what the optimizer reads, in the masters' type; the gradient buffer itself
+    where the types agree.
+    master_parameters: per-factor parameters over the masters, in slot order.
+    """
+
+    def __init__(self, factors: Iterable[Factor], plan: PrecisionPlan) -> None:
+        ordered = sorted(factors, key=lambda f: f.group)
+        if not ordered:
+            raise ValueError("an adapter without factors has nothing to train")
+        self.plan = plan
+        self.slots = _lay_out(ordered)
+        self.groups = _ranges(self.slots)
+        self.numel = self.slots[-1].stop
+        device = ordered[0].parameter.device
+        self.masters = torch.empty(self.numel, dtype=plan.masters, device=device)
+        for slot in self.slots:
+            slot.of(self.masters).copy_(slot.factor.parameter.detach())
+        shared = plan.masters == plan.compute
+        self.working = self.masters if shared else self.masters.to(plan.compute)
+        self.gradient = torch.zeros(self.numel, dtype=plan.accumulator, device=device)
+        self.optimizer_gradient = (
+            self.gradient
+            if plan.accumulator == plan.masters
+            else torch.zeros(self.numel, dtype=plan.masters, device=device)
+        )
+        self.master_parameters = tuple(self._bind(slot, shared) for slot in self.slots)
+
+    def _bind(self, slot: Slot, shared: bool) -> Parameter:
+        """Make the model's parameter a view of the buffers; return the one the optimizer gets."""
+        parameter = slot.factor.parameter
+        parameter.data = slot.of(self.working)
+        parameter.grad = None
+        parameter.grad_dtype = self.plan.accumulator
+        parameter.grad = slot.of(self.gradient)
+        if shared and self.plan.accumulator == self.plan.masters:
+            return parameter
+        master = Parameter(slot.of(self.masters))
+        master.grad = slot.of(self.optimizer_gradient)
+        return master
+
+    def zero_gradient(self) -> None:
+        """Begin a window. ``zero_grad()`` must never be called: it would drop the views."""
+        self.gradient.zero_()
+
+    def normalise(self, samples: int) -> None:
+        """Turn the sum over samples into their mean, by the samples actually seen."""
+        if samples < 1:
+            raise ValueError("a window without samples has no mean gradient")
+        self.gradient.div_(samples)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the gradient by a scalar tensor (clipping), without a host sync."""
+        self.gradient.mul_(factor)
+
+    def hand_to_optimizer(self) -> None:
+        """Bring the finished gradient into the masters' type, where it differs."""
+        if self.optimizer_gradient is not self.gradient:
+            self.optimizer_gradient.copy_(self.gradient)
+
+    def publish_masters(self) -> None:
+        """Copy the masters into the working copy, rounding to its type."""
+        if self.working is not self.masters:
+            self.working.copy_(self.masters)
+
+    def assert_bound(self) -> None:
+        """Check that every parameter and gradient still is the buffers' own memory.
+
+        Cheap (no device work), so it runs every step. Raises NumericalError naming the factor.
+        """
+        for slot, master in zip(self.slots, self.master_parameters, strict=True):
+            parameter = slot.factor.parameter
+            for what, found, flat in (
+                ("weight", parameter, self.working),
+                ("gradient", parameter.grad, self.gradient),
+                ("master weight", master, self.masters),
+                ("optimizer gradient", master.grad, self.optimizer_gradient),
+            ):
+                if not _is_view(found, flat, slot):
+                    raise NumericalError(
+                        f"the {what} of {slot.factor.name} is no longer a view of the flat "
+                        "buffer, so gradients would be lost; something replaced the tensor "
+                        "(zero_grad, .to(), or a parameter swap)"
+                    )
+
+
+def _is_view(found: Tensor | None, flat: Tensor, slot: Slot) -> bool:
+    return (
+        found is not None
+        and found.dtype == flat.dtype
+        and found.data_ptr() == flat.data_ptr() + slot.start * flat.element_size()
+        and tuple(found.shape) == slot.shape
+        and found.is_contiguous()
+    )
+
+
+def _lay_out(ordered: Sequence[Factor]) -> tuple[Slot, ...]:
+    slots: list[Slot] = []
+    start = 0
+    for factor in ordered:
+        slots.append(Slot(factor, start, tuple(factor.parameter.shape)))
+        start = slots[-1].stop
+    return tuple(slots)
+
+
+def _ranges(slots: Sequence[Slot]) -> tuple[GroupRange, ...]:
+    ranges = []
+    for name, members in groupby(slots, key=lambda s: s.factor.group):
+        of_group = list(members)
+        ranges.append(GroupRange(name, of_group[0].start, of_group[-1].stop))
+    return tuple(ranges)

@@ -1,0 +1,240 @@
+"""The pod's window on itself: ``/metrics``, ``/status`` and ``/healthz`` on one port.
+
+Served by daemon threads that only read what training published last (an immutable report, gauges
+of a registry of our own), so a slow or hostile reader can't disturb a step.
+"""
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from kubelora_api import metrics
+from kubelora_api.metrics import Metric
+from kubelora_api.report import RunReport
+from kubelora_api.thresholds import THRESHOLDS
+from kubelora_trainer.health import WatchState
+from kubelora_trainer.precision import NAMES, PrecisionPlan
+from kubelora_trainer.telemetry import StepNumbers
+
+PROMETHEUS_HEADER = "X-Prometheus-Scrape-Timeout-Seconds"
+LAST_SCRAPE_MAX_SECONDS = 60.0
+REQUEST_TIMEOUT_SECONDS = 10.0
+
+
+class TrainerMetrics:
+    """The metric families of ``kubelora_api.metrics.TRAINER_METRICS`` in one registry."""
+
+    def __init__(self, registry: CollectorRegistry, plan: PrecisionPlan) -> None:
+        self.registry = registry
+        self._plan = plan
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        for metric in metrics.TRAINER_METRICS:
+            if metric.type == "counter":
+                self._counters[metric.name] = Counter(
+                    metric.name.removesuffix("_total"),
+                    metric.help,
+                    metric.labels,
+                    registry=registry,
+                )
+            else:
+                self._gauges[metric.name] = Gauge(
+                    metric.name, metric.help, metric.labels, registry=registry
+                )
+        self._set(
+            metrics.NUMERICS_INFO,
+            1,
+            compute=NAMES[plan.compute],
+            accumulator=NAMES[plan.accumulator],
+            master_weights=NAMES[plan.masters],
+        )
+
+    def plan_steps(self, step: int, total: int) -> None:
+        """Tell how far the run is at its start and how far it will go."""
+        self._set(metrics.STEP, step)
+        self._set(metrics.STEPS_PLANNED, total)
+
+    def publish(self, numbers: StepNumbers, watch: WatchState, seconds: float) -> None:
+        """Show one optimizer step. seconds: its wall time."""
+        dtype = NAMES[self._plan.narrowest]
+        for group, n in numbers.groups.items():
+            self._set(metrics.GRAD_NORM, n.grad_norm, group=group)
+            self._set(metrics.GRAD_ABSMAX, n.grad_absmax, group=group)
+            self._set(metrics.GRAD_ZERO_RATIO, n.grad_zero_ratio, group=group)
+            self._set(
+                metrics.GRAD_UNDERFLOW_RATIO, n.grad_underflow_ratio, group=group, dtype=dtype
+            )
+            self._set(metrics.ABSORBED_RATIO, n.absorbed_ratio, group=group)
+            self._set(metrics.UPDATE_LOST_RATIO, n.update_lost_ratio, group=group)
+            nonfinite = self._counters[metrics.GRAD_NONFINITE.name]
+            nonfinite.labels(group=group).inc(n.grad_nonfinite)
+        self._set(metrics.LEARNING_RATE, numbers.learning_rate)
+        self._set(metrics.LOSS, numbers.loss)
+        self._set(metrics.STEP, numbers.step)
+        self._set(metrics.STEP_DURATION, seconds)
+        for threshold in THRESHOLDS:
+            self._set(
+                metrics.HEALTH_FINDING,
+                float(threshold.finding in watch.active),
+                finding=threshold.finding,
+                severity=threshold.severity,
+            )
+
+    def checkpointed(self, step: int, unix_time: float) -> None:
+        """Show the newest checkpoint."""
+        self._set(metrics.CHECKPOINT_STEP, step)
+        self._set(metrics.CHECKPOINT_TIME, unix_time)
+
+    def _set(self, metric: Metric, value: float, **labels: str) -> None:
+        gauge = self._gauges[metric.name]
+        (gauge.labels(**labels) if labels else gauge).set(value)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    content_type: str
+    body: bytes
+
+
+class Exporter:
+    """The HTTP server. ``report`` is what ``/status`` tells; assign a new one at any time."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        report: RunReport,
+        port: int,
+        *,
+        any_port: bool,
+        everywhere: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to serve on ``port`` (0: a free one).
+
+        any_port: take a free port where ``port`` is taken. Raises OSError otherwise.
+        everywhere: listen on every address (a pod), not on this machine's own alone.
+        """
+        self.report = report
+        self._registry = registry
+        self._clock = clock
+        self._scrapes: list[float] = []
+        self._scraped = threading.Condition()
+        handler = _handler_for(self)
+        try:
+            self._server = _serve(everywhere, port, handler)
+        except OSError as error:
+            if not any_port or error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            self._server = _serve(everywhere, 0, handler)
+        threading.Thread(target=self._server.serve_forever, name="exporter", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port that is served."""
+        return int(self._server.server_address[1])
+
+    def answer(self, path: str) -> _Answer:
+        """The response to ``GET path``."""
+        match path.partition("?")[0]:
+            case "/metrics":
+                return _Answer(200, CONTENT_TYPE_LATEST, generate_latest(self._registry))
+            case "/status":
+                body = self.report.model_dump_json(by_alias=True, exclude_none=True).encode()
+                return _Answer(200, "application/json", body)
+            case "/healthz":
+                return _Answer(200, "text/plain; charset=utf-8", b"ok\n")
+            case _:
+                text = b"not found; this port serves /metrics, /status and /healthz\n"
+                return _Answer(404, "text/plain; charset=utf-8", text)
+
+    def note_scrape(self, path: str, headers: Mapping[str, str]) -> None:
+        """Remember a completed scrape by Prometheus (told by its timeout header)."""
+        if path.partition("?")[0] == "/metrics" and PROMETHEUS_HEADER in headers:
+            with self._scraped:
+                self._scrapes = [*self._scrapes, self._clock()][-8:]
+                self._scraped.notify_all()
+
+    def last_scrape_budget(self) -> float:
+        """Seconds worth waiting for one more scrape; 0 for a run that nobody scraped."""
+        scrapes = self._scrapes
+        if not scrapes:
+            return 0.0
+        if len(scrapes) < 2:
+            return LAST_SCRAPE_MAX_SECONDS
+        interval = max(b - a for a, b in pairwise(scrapes))
+        return min(2 * interval, LAST_SCRAPE_MAX_SECONDS)
+
+    def wait_for_scrape(self, stop: Callable[[], bool]) -> bool:
+        """Wait until the last numbers have been scraped once; whether they were.
+
+        stop: polled; true ends the wait (after SIGTERM nobody is to be kept waiting).
+        """
+        with self._scraped:
+            deadline = self._clock() + self.last_scrape_budget()
+            seen = self._scrapes[-1] if self._scrapes else None
+            while not stop():
+                if self._scrapes and self._scrapes[-1] != seen:
+                    return True
+                left = deadline - self._clock()
+                if left <= 0:
+                    return False
+                self._scraped.wait(min(left, 0.5))
+        return False
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+
+class _DualStackServer(_Server):
+    address_family = socket.AF_INET6
+
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+
+def _serve(everywhere: bool, port: int, handler: type[BaseHTTPRequestHandler]) -> _Server:
+    if not everywhere:
+        return _Server(("127.0.0.1", port), handler)
+    if socket.has_dualstack_ipv6():
+        try:
+            return _DualStackServer(("::", port), handler)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    return _Server(("0.0.0.0", port), handler)
+
+
+def _handler_for(exporter: Exporter) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = REQUEST_TIMEOUT_SECONDS
+
+        def do_GET(self) -> None:
+            answer = exporter.answer(self.path)
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.content_type)
+            self.send_header("Content-Length", str(len(answer.body)))
+            self.end_headers()
+            self.wfile.write(answer.body)
+            exporter.note_scrape(self.path, dict(self.headers.items()))
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Silence: a scrape every few seconds is no news."""
+
+    return Handler

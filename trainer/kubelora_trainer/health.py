@@ -1,0 +1,158 @@
+"""The watchdog: from the stream of step numbers to findings and a verdict.
+
+Pure: state in, state out. Its limits are the table that the alert rules read too, judged on
+medians over a few steps, so that one wild micro-batch raises no alarm; the first steps, where
+lora_A has no gradient because lora_B is 0, are not judged.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from kubelora_api import metrics
+from kubelora_api.status import Finding, HealthStatus, Verdict
+from kubelora_api.thresholds import THRESHOLDS, Threshold
+from kubelora_trainer.telemetry import GroupNumbers, StepNumbers
+
+MAX_FINDINGS = 10
+
+
+@dataclass(frozen=True)
+class WatchState:
+    """What the watchdog remembers.
+
+    recent: newest values by finding and group, at most the finding's window.
+    judged: findings whose limit has been compared at least once.
+    found: by finding, as first raised and with the worst value since; never taken back.
+    active: findings that the newest step still shows.
+    """
+
+    recent: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
+    judged: frozenset[str] = frozenset()
+    found: Mapping[str, Finding] = field(default_factory=dict)
+    active: frozenset[str] = frozenset()
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst finding so far; Unknown until every limit has been compared once."""
+        severities = {f.severity for f in self.found.values()}
+        if "critical" in severities:
+            return "Critical"
+        if severities:
+            return "Warning"
+        return "Healthy" if self.judged >= {t.finding for t in THRESHOLDS} else "Unknown"
+
+    @property
+    def active_critical(self) -> Finding | None:
+        """A critical finding that the newest step still shows."""
+        critical = (f for n, f in self.found.items() if n in self.active)
+        return next((f for f in critical if f.severity == "critical"), None)
+
+    def status(self) -> HealthStatus:
+        """As the job's status tells it."""
+        return HealthStatus(verdict=self.verdict, findings=list(self.found.values())[:MAX_FINDINGS])
+
+
+def observe(state: WatchState, numbers: StepNumbers) -> WatchState:
+    """The state after one more optimizer step."""
+    for threshold in THRESHOLDS:
+        if numbers.step > threshold.skip_steps:
+            state = _observe_one(state, threshold, numbers)
+    return state
+
+
+def _observe_one(state: WatchState, threshold: Threshold, numbers: StepNumbers) -> WatchState:
+    name = threshold.finding
+    recent = dict(state.recent.get(name, {}))
+    medians: dict[str, float] = {}
+    for group, of_group in numbers.groups.items():
+        value = _value(threshold, of_group)
+        if not math.isnan(value):
+            recent[group] = (*recent.get(group, ()), value)[-threshold.window :]
+        if len(recent.get(group, ())) == threshold.window:
+            medians[group] = median(recent[group])
+    broken = {g: v for g, v in medians.items() if _beyond(threshold, v)}
+    found = dict(state.found)
+    if broken:
+        worst = (min if threshold.op == "<" else max)(broken, key=lambda g: broken[g])
+        found[name] = _finding(threshold, worst, broken[worst], numbers.step, found.get(name))
+    return replace(
+        state,
+        recent={**state.recent, name: recent},
+        judged=state.judged | ({name} if medians else set()),
+        found=found,
+        active=(state.active | {name}) if broken else (state.active - {name}),
+    )
+
+
+def _value(threshold: Threshold, numbers: GroupNumbers) -> float:
+    return {
+        metrics.GRAD_NORM.name: numbers.grad_norm,
+        metrics.GRAD_ABSMAX.name: numbers.grad_absmax,
+        metrics.GRAD_ZERO_RATIO.name: numbers.grad_zero_ratio,
+        metrics.GRAD_NONFINITE.name: float(numbers.grad_nonfinite),
+        metrics.GRAD_UNDERFLOW_RATIO.name: numbers.grad_underflow_ratio,
+        metrics.ABSORBED_RATIO.name: numbers.absorbed_ratio,
+        metrics.UPDATE_LOST_RATIO.name: numbers.update_lost_ratio,
+    }[threshold.metric.name]
+
+
+def _beyond(threshold: Threshold, value: float) -> bool:
+    match threshold.op:
+        case ">":
+            return value > threshold.limit
+        case "<":
+            return value < threshold.limit
+        case "==":
+            return value == threshold.limit
+
+
+def _finding(
+    threshold: Threshold, group: str, value: float, step: int, earlier: Finding | None
+) -> Finding:
+    """The finding at this step; it keeps the step that showed it first and the worst value."""
+    if earlier is not None and earlier.value is not None:
+        worse = value < earlier.value if threshold.op == "<" else value > earlier.value
+        if not worse:
+            return earlier
+    return Finding(
+        name=threshold.finding,
+        severity=threshold.severity,
+        group=group,
+        value=value,
+        threshold=threshold.limit,
+        since_step=earlier.since_step if earlier else step,
+        message=threshold.sentence,
+    )
+
+
+def to_json(state: WatchState) -> dict[str, object]:
+    """The state as plain JSON, for a checkpoint."""
+    return {
+        "recent": {
+            n: {g: list(v) for g, v in groups.items()} for n, groups in state.recent.items()
+        },
+        "judged": sorted(state.judged),
+        "found": {n: f.model_dump(mode="json", by_alias=True) for n, f in state.found.items()},
+        "active": sorted(state.active),
+    }
+
+
+def from_json(saved: Mapping[str, object]) -> WatchState:
+    """The state that ``to_json`` wrote."""
+    recent, found = saved["recent"], saved["found"]
+    judged, active = saved["judged"], saved["active"]
+    if not (
+        isinstance(recent, dict)
+        and isinstance(found, dict)
+        and isinstance(judged, list)
+        and isinstance(active, list)
+    ):
+        raise ValueError("not a saved watchdog state")
+    return WatchState(
+        recent={n: {g: tuple(v) for g, v in groups.items()} for n, groups in recent.items()},
+        judged=frozenset(judged),
+        found={n: Finding.model_validate(f) for n, f in found.items()},
+        active=frozenset(active),
+    )

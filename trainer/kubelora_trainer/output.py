@@ -1,0 +1,193 @@
+"""The output folder: whose it is, what state the run in it has, and who may write there.
+
+The folder belongs to one run id. The same id resumes or is already done; another run's output is
+refused. Attempts are numbered, and an older attempt (a container on a node that was given up, but
+still runs) may not write once a newer one has begun.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kubelora_api.job import LoraTrainingJob
+from kubelora_api.names import OutputPath
+from kubelora_api.status import Artifact
+from kubelora_trainer.atomic_files import write_file, writing_to
+from kubelora_trainer.errors import ConfigurationError
+
+RunState = Literal["Running", "Interrupted", "Failed", "Done"]
+RECORDED_PACKAGES = ("kubelora", "torch", "diffusers", "transformers", "peft", "safetensors")
+_GROUPS_OF_IDENTITY = ("model", "dataset", "adapter", "training", "precision", "validation")
+
+
+class Manifest(BaseModel):
+    """``manifest.json``: what is in the folder, made from what, by which versions.
+
+    job: the resolved document, defaults filled in. updated: UTC, ISO 8601.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    format: Literal[1] = 1
+    run_id: str
+    attempt: int
+    state: RunState
+    message: str = ""
+    updated: str
+    job: dict[str, Any]
+    versions: dict[str, str]
+    artifacts: list[Artifact] = Field(default_factory=list)
+
+
+def run_id_of(job: LoraTrainingJob) -> str:
+    """The job's uid in a cluster; else a hash of its name and of what decides the result.
+
+    Left out of the hash is what changes no weight and no sample: health policy, checkpoint
+    interval, workers, pod template, queue, suspension, restarts, ``output.replaceExisting``.
+    """
+    if job.metadata.uid:
+        return job.metadata.uid
+    spec = job.spec.document()
+    identity = {group: spec[group] for group in _GROUPS_OF_IDENTITY if group in spec}
+    identity |= {"name": job.metadata.name, "output": job.spec.output.uri}
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+class OutputFolder:
+    """A claimed output folder. Every write of a run goes through ``assert_ours`` first."""
+
+    def __init__(self, path: Path, job: LoraTrainingJob, run_id: str, attempt: int) -> None:
+        self.path = path
+        self.job = job
+        self.run_id = run_id
+        self.attempt = attempt
+
+    def place(self, output: OutputPath) -> Path:
+        """Where ``output`` goes in this folder."""
+        return self.path / output
+
+    def assert_ours(self) -> None:
+        """Raise ConfigurationError when a newer attempt, or another run, took the folder over."""
+        found = read_manifest(self.path)
+        if found and (found.run_id != self.run_id or found.attempt > self.attempt):
+            raise ConfigurationError(
+                f"{self.path}: attempt {found.attempt} of run {found.run_id} took this output "
+                f"folder over; attempt {self.attempt} of run {self.run_id} stops without writing"
+            )
+
+    def write_manifest(
+        self, state: RunState, message: str = "", artifacts: list[Artifact] | None = None
+    ) -> str:
+        """Record the run's state; returns the manifest's sha256."""
+        self.assert_ours()
+        manifest = Manifest(
+            run_id=self.run_id,
+            attempt=self.attempt,
+            state=state,
+            message=message,
+            updated=datetime.now(UTC).isoformat(timespec="seconds"),
+            job=self.job.document(),
+            versions=installed_versions(),
+            artifacts=artifacts or [],
+        )
+        data = manifest.model_dump_json(indent=2).encode()
+        write_file(self.place(OutputPath.MANIFEST), data)
+        return hashlib.sha256(data).hexdigest()
+
+
+def claim_output(
+    path: Path, job: LoraTrainingJob, attempt: int | None, warn: Callable[[str], None]
+) -> OutputFolder | Manifest:
+    """Take the folder for this run.
+
+    attempt: the operator's count; None counts on from the folder's last attempt.
+    Returns the manifest instead where this very run is already done.
+    Raises ConfigurationError for another run's output, a newer attempt, a folder that can't be
+    written.
+    """
+    run_id = run_id_of(job)
+    with writing_to(path):
+        path.mkdir(parents=True, exist_ok=True)
+    found = read_manifest(path)
+    if found is None or found.run_id != run_id:
+        _make_room(path, found, job.spec.output.replace_existing, warn)
+        found = None
+    if found is not None and found.state == "Done":
+        return found
+    before = found.attempt if found else 0
+    if attempt is not None and attempt < before:
+        raise ConfigurationError(
+            f"{path}: attempt {before} of this run has begun already; attempt {attempt} is too "
+            "old to write here"
+        )
+    folder = OutputFolder(path, job, run_id, before + 1 if attempt is None else attempt)
+    folder.write_manifest("Running")
+    return folder
+
+
+def _make_room(
+    path: Path, found: Manifest | None, replace: bool, warn: Callable[[str], None]
+) -> None:
+    """Refuse what another run left, or clear it away when told to; other files are not ours."""
+    ours = {Path(p).parts[0] for p in OutputPath} | {RUN_LOG_PARTS}
+    present = sorted(name for name in ours if (path / name).exists())
+    if not present:
+        return
+    whose = f"run {found.run_id}'s" if found else "an unknown run's"
+    if not replace:
+        raise ConfigurationError(
+            f"{path}: holds {whose} output ({', '.join(present)}); choose another "
+            "spec.output.uri, or set spec.output.replaceExisting: true to clear it away"
+        )
+    warn(f"{path}: clearing away {whose} output ({', '.join(present)}), as replaceExisting says")
+    with writing_to(path):
+        for name in present:
+            target = path / name
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
+
+
+RUN_LOG_PARTS = "metrics.parts"
+"""Folder of the run log's parts while the run goes on."""
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The folder's manifest; None where there is none. Raises ConfigurationError if unreadable."""
+    file = path / OutputPath.MANIFEST
+    try:
+        return Manifest.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigurationError(f"can't read {file}: {error.strerror}") from error
+    except ValidationError:
+        raise ConfigurationError(
+            f"{file}: not a manifest of this program; move it away, or choose another "
+            "spec.output.uri"
+        ) from None
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what decides the result."""
+    found: dict[str, str] = {}
+    for package in RECORDED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def artifact_of(folder: OutputFolder, file: Path) -> Artifact:
+    """A finished file, by its URI, hash and size."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    uri = f"{folder.job.spec.output.uri.rstrip('/')}/{file.relative_to(folder.path)}"
+    return Artifact(uri=uri, sha256=digest, bytes=file.stat().st_size)

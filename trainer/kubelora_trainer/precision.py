@@ -1,0 +1,87 @@
+"""Which floating-point type each copy of the adapter has, what that costs, and what it may lose.
+
+Apart from the buffers themselves, so that the choice can be printed, compared and tested without
+a model.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kubelora_api.spec import FloatType, Precision
+
+DTYPES: dict[FloatType, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NAMES: dict[torch.dtype, FloatType] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """Types of the adapter's copies.
+
+    compute: the working copy that forward and backward passes read.
+    accumulator: the buffer that sums gradients over a window.
+    masters: the weights that the optimizer updates; its moments have the same type.
+    """
+
+    compute: torch.dtype
+    accumulator: torch.dtype
+    masters: torch.dtype
+
+    @property
+    def narrowest(self) -> torch.dtype:
+        """The type in use that represents the fewest values."""
+        used = (self.compute, self.accumulator, self.masters)
+        return torch.bfloat16 if torch.bfloat16 in used else torch.float32
+
+    def bytes_per_parameter(self) -> dict[str, int]:
+        """Bytes that one adapter parameter costs, by copy; a shared copy is counted once."""
+        copies = {"working copy": self.compute.itemsize, "gradients": self.accumulator.itemsize}
+        if self.masters != self.compute:
+            copies["master weights"] = self.masters.itemsize
+        if self.masters != self.accumulator:
+            copies["gradients for the optimizer"] = self.masters.itemsize
+        copies["optimizer state"] = 2 * self.masters.itemsize
+        return copies
+
+
+def plan_precision(precision: Precision) -> PrecisionPlan:
+    """The plan that ``spec.precision`` asks for."""
+    return PrecisionPlan(
+        compute=DTYPES[precision.compute],
+        accumulator=DTYPES[precision.accumulator],
+        masters=DTYPES[precision.master_weights],
+    )
+
+
+def describe_memory(plan: PrecisionPlan, parameters: int) -> str:
+    """One line: what each copy of ``parameters`` adapter parameters costs."""
+    costs = plan.bytes_per_parameter()
+    parts = [f"{name} {bytes_text(size * parameters)}" for name, size in costs.items()]
+    total = bytes_text(sum(costs.values()) * parameters)
+    return f"{', '.join(parts)}; together {total}"
+
+
+def lossy_warnings(plan: PrecisionPlan) -> list[str]:
+    """What the plan is known to lose, one sentence each; empty for the defaults."""
+    warnings = []
+    if plan.accumulator == torch.bfloat16:
+        warnings.append(
+            "precision.accumulator is bf16: a micro-batch's gradient that is 256 times smaller "
+            "than the sum so far vanishes in it"
+        )
+    if plan.masters == torch.bfloat16:
+        warnings.append(
+            "precision.masterWeights is bf16: an update smaller than about 1/512 of the weight "
+            "changes nothing"
+        )
+    return warnings
+
+
+def bytes_text(count: int) -> str:
+    """``count`` bytes for people, in powers of 1024."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

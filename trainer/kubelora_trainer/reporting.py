@@ -1,0 +1,165 @@
+"""Where a step's numbers go: watchdog, metrics, status report, run log, progress.
+
+One place, so that the loop itself says `report` and nothing else. Numbers arrive one step late
+(the copy from the device is asynchronous); ``drain`` fetches the last.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from kubelora_api.names import OutputPath
+from kubelora_api.report import ModuleNumbers, RunPhase
+from kubelora_api.spec import Health
+from kubelora_api.status import CheckpointStatus, Finding
+from kubelora_trainer import health
+from kubelora_trainer.buffers import Slot
+from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint
+from kubelora_trainer.errors import NumericalError
+from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.output import OutputFolder
+from kubelora_trainer.progress import ProgressView
+from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.startup_contract import FirstGradients, check_finite
+from kubelora_trainer.telemetry import PendingNumbers, StepNumbers
+
+WORST_MODULES = 10
+UNSETTLED_STEPS = 3
+"""First steps left out of the gradient-norm range: lora_B starts at 0."""
+PACE_STEPS = 50
+"""Steps whose mean duration the time left is computed from."""
+
+
+class PolicyFailure(NumericalError):
+    """A critical finding under ``health.policy: Fail``; the state is worth a checkpoint."""
+
+
+class Reporter:
+    """Takes each step's numbers and tells everyone who listens."""
+
+    def __init__(
+        self,
+        *,
+        slots: tuple[Slot, ...],
+        policy: Health,
+        metrics: TrainerMetrics,
+        exporter: Exporter,
+        run_log: RunLog,
+        progress: ProgressView,
+        first_gradients: FirstGradients,
+        position: RunPosition,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slots, self._policy = slots, policy
+        self._metrics, self._exporter = metrics, exporter
+        self._run_log, self._progress = run_log, progress
+        self._first_gradients = first_gradients
+        self._clock = clock
+        self._pending: PendingNumbers | None = None
+        self._pace: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=PACE_STEPS + 1)
+        self.watch = position.watch
+        self.norm_range = position.norm_range
+
+    def expect(self, pending: PendingNumbers) -> None:
+        """Note numbers that are on their way."""
+        self._pending = pending
+
+    def drain(self) -> None:
+        """Read and report the numbers on their way, if any.
+
+        Raises NumericalError for a gradient that is not finite, a broken start-up contract, or
+        (PolicyFailure) a critical finding under the policy Fail.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._report(pending.read())
+
+    def position(self, position: RunPosition) -> RunPosition:
+        """``position`` with what the reporter remembers, for a checkpoint."""
+        return replace(position, watch=self.watch, norm_range=self.norm_range)
+
+    def phase(self, phase: RunPhase) -> None:
+        """Tell what the run is busy with."""
+        self._exporter.report = self._exporter.report.model_copy(update={"phase": phase})
+
+    def checkpointed(self, saved: SavedCheckpoint, folder: OutputFolder) -> None:
+        """Tell of a new checkpoint."""
+        self._metrics.checkpointed(saved.step, time.time())
+        uri = f"{folder.job.spec.output.uri.rstrip('/')}/{OutputPath.CHECKPOINTS}/{saved.path.name}"
+        status = CheckpointStatus(step=saved.step, uri=uri)
+        self._exporter.report = self._exporter.report.model_copy(update={"checkpoint": status})
+
+    def _report(self, numbers: StepNumbers) -> None:
+        self.watch = health.observe(self.watch, numbers)
+        if numbers.step > UNSETTLED_STEPS or self.norm_range is None:
+            self.norm_range = _widen(self.norm_range, numbers.grad_norm, numbers.step)
+        seconds, per_second, left = self._timing(numbers)
+        self._metrics.publish(numbers, self.watch, seconds)
+        self._exporter.report = self._exporter.report.model_copy(
+            update={
+                "step": numbers.step,
+                "loss": _finite_or_none(numbers.loss),
+                "grad_norm": _finite_or_none(numbers.grad_norm),
+                "learning_rate": numbers.learning_rate,
+                "samples_per_second": per_second,
+                "seconds_left": left,
+                "health": self.watch.status(),
+                "worst_modules": worst_modules(self._slots, numbers),
+            }
+        )
+        self._run_log.append(numbers)
+        self._progress.show(numbers, left)
+        check_finite(self._slots, numbers)
+        self._first_gradients.observe(numbers)
+        if self._policy.policy == "Fail" and (critical := self.watch.active_critical):
+            raise PolicyFailure(_policy_sentence(critical))
+
+    def _timing(self, numbers: StepNumbers) -> tuple[float, float, float]:
+        """Seconds of this step, samples per second and seconds left, at the recent pace."""
+        before = self._pace[-1][0]
+        self._pace.append((self._clock(), numbers.samples))
+        elapsed = max(self._pace[-1][0] - self._pace[0][0], 1e-9)
+        steps = len(self._pace) - 1
+        samples = sum(count for _, count in list(self._pace)[1:])
+        left = self._exporter.report.total_steps - numbers.step
+        return self._pace[-1][0] - before, samples / elapsed, left * elapsed / steps
+
+
+def worst_modules(slots: tuple[Slot, ...], numbers: StepNumbers) -> list[ModuleNumbers]:
+    """The factors with the largest gradients, those that are not finite first (as 0 of 0)."""
+
+    def key(index: int) -> float:
+        norm = numbers.factor_norms[index]
+        return norm if norm - norm == 0.0 else float("inf")
+
+    order = sorted(range(len(slots)), key=key, reverse=True)[:WORST_MODULES]
+    return [
+        ModuleNumbers(module=slots[i].factor.name, metric="grad_norm", value=min(key(i), _JSON_MAX))
+        for i in order
+    ]
+
+
+_JSON_MAX = 3.4e38
+"""JSON has no infinity; a norm that is not finite is told as fp32's largest number."""
+
+
+def _widen(seen: tuple[float, float] | None, norm: float, step: int) -> tuple[float, float] | None:
+    if norm - norm != 0.0:
+        return seen
+    # The first settled step replaces what the unsettled ones left.
+    if seen is None or step == UNSETTLED_STEPS + 1:
+        return (norm, norm)
+    return (min(seen[0], norm), max(seen[1], norm))
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if value - value == 0.0 else None
+
+
+def _policy_sentence(finding: Finding) -> str:
+    where = f" in {finding.group}" if finding.group else ""
+    return (
+        f"{finding.name}{where} since step {finding.since_step} and health.policy is Fail: "
+        f"{finding.message}"
+    )

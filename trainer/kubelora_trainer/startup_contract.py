@@ -1,0 +1,148 @@
+"""The start-up contract: what must be true of a run's first steps, checked and printed.
+
+The errors that this guards against are silent: a layer that no backward pass reaches, an adapter
+that changes the model before it has learned anything, a gradient in another type than was asked
+for. A broken contract ends the run (exit code 3) and names the module.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kubelora_trainer.buffers import AdapterBuffers, Slot
+from kubelora_trainer.errors import NumericalError
+from kubelora_trainer.optimizer import FlatAdamW
+from kubelora_trainer.precision import NAMES
+from kubelora_trainer.telemetry import StepNumbers
+
+
+def check_dtypes(buffers: AdapterBuffers, optimizer: FlatAdamW) -> str:
+    """Compare the types in use with the plan; returns the line to print."""
+    plan = buffers.plan
+    found: dict[str, tuple[torch.dtype | None, torch.dtype]] = {
+        "working copy": (buffers.slots[0].factor.parameter.dtype, plan.compute),
+        "gradients": (_gradient_dtype(buffers.slots[0]), plan.accumulator),
+        "master weights": (buffers.master_parameters[0].dtype, plan.masters),
+        "optimizer state": (optimizer.first_moment.dtype, plan.masters),
+    }
+    for what, (dtype, planned) in found.items():
+        if dtype != planned:
+            raise NumericalError(f"the {what} are {dtype}, but {planned} was asked for")
+    buffers.assert_bound()
+    return ", ".join(f"{what} {NAMES[planned]}" for what, (_, planned) in found.items())
+
+
+def check_fresh_adapter(buffers: AdapterBuffers) -> None:
+    """A fresh adapter must change nothing: |B·A| is 0 because every lora_B is 0."""
+    for slot in buffers.slots:
+        if _is_up(slot) and bool(slot.of(buffers.masters).count_nonzero()):
+            raise NumericalError(
+                f"{slot.factor.module}: a fresh adapter must change nothing, but its lora_B is "
+                "not 0"
+            )
+
+
+class ReachedModules:
+    """Notes which factors a backward pass reaches, during the first micro-step alone."""
+
+    def __init__(self, buffers: AdapterBuffers) -> None:
+        self._slots = buffers.slots
+        self._reached: set[str] = set()
+        self._handles = [
+            slot.factor.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._note(slot.factor.name)
+            )
+            for slot in buffers.slots
+        ]
+
+    def _note(self, name: str) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            self._reached.add(name)
+
+        return hook
+
+    def check(self) -> None:
+        """Remove the hooks; raise NumericalError naming the modules that were not reached.
+
+        Later calls do nothing.
+        """
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        missed = {s.factor.module for s in self._slots if s.factor.name not in self._reached}
+        if missed:
+            raise NumericalError(
+                f"{_some(sorted(missed))}: no backward pass reached the adapter there, so it "
+                "would never learn; it takes no part in the loss"
+            )
+
+
+class FirstGradients:
+    """Checks that each factor gets a gradient as soon as the mathematics gives it one.
+
+    lora_B in the first step that moves anything; lora_A, whose gradient is a product with lora_B,
+    in the next such step. A step moves something when its learning rate is above 0.
+    """
+
+    def __init__(self, slots: Sequence[Slot], moved_before: int) -> None:
+        self._slots = slots
+        self._moved = moved_before
+
+    def observe(self, numbers: StepNumbers) -> None:
+        """Judge one step. Raises NumericalError naming the modules without a gradient."""
+        if numbers.learning_rate <= 0 or self._moved >= 2:
+            return
+        factor = "lora_B" if self._moved == 0 else "lora_A"
+        self._moved += 1
+        silent = [
+            slot.factor.module
+            for slot, norm in zip(self._slots, numbers.factor_norms, strict=True)
+            if norm == 0.0 and _is_up(slot) == (factor == "lora_B")
+        ]
+        if silent:
+            raise NumericalError(
+                f"{_some(silent)}: the gradient of {factor} is exactly 0 in step {numbers.step}, "
+                "where it can't be; it is detached from the loss, or too small for the types in "
+                "use"
+            )
+
+
+def check_finite(slots: Sequence[Slot], numbers: StepNumbers) -> None:
+    """Raise NumericalError where the step's gradient was not finite; no weight has moved then."""
+    if numbers.nonfinite:
+        broken = [
+            slot.factor.name
+            for slot, norm in zip(slots, numbers.factor_norms, strict=True)
+            if not _finite(norm)
+        ]
+        raise NumericalError(
+            f"step {numbers.step}: {numbers.nonfinite} gradient elements are NaN or infinite "
+            f"({_some(broken)}); no weight was changed by them. Look at the data of this step, "
+            "the learning rate, or a VAE that overflows in half precision"
+        )
+    if not _finite(numbers.grad_norm):
+        raise NumericalError(
+            f"step {numbers.step}: the gradient's norm is too large for fp32; no weight was "
+            "changed by it. Lower the learning rate"
+        )
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0
+
+
+def _gradient_dtype(slot: Slot) -> torch.dtype | None:
+    gradient = slot.factor.parameter.grad
+    return None if gradient is None else gradient.dtype
+
+
+def _is_up(slot: Slot) -> bool:
+    return slot.factor.name.endswith("lora_B")
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,36 @@
+"""SIGTERM and Ctrl-C: asked once, the run stops in order; asked twice by Ctrl-C, at once."""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+
+class StopRequest:
+    """A flag that signals set. Install it before anything slow is imported."""
+
+    def __init__(self) -> None:
+        self._signal: signal.Signals | None = None
+
+    def install(self) -> None:
+        """Take over SIGTERM and SIGINT (main thread alone)."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._signal is not None:
+            os.write(2, b"\nended at once; the last checkpoint stands\n")
+            os._exit(128 + signal.SIGINT)
+        self._signal = signal.Signals(number)
+        if number == signal.SIGINT and sys.stderr.isatty():
+            os.write(2, b"\nstopping after this micro-step; Ctrl-C again ends at once\n")
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run is to stop."""
+        return self._signal is not None
+
+    @property
+    def name(self) -> str:
+        """``SIGTERM`` or ``Ctrl-C``."""
+        return "Ctrl-C" if self._signal == signal.SIGINT else "SIGTERM"

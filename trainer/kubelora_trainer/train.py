@@ -1,0 +1,131 @@
+"""Training, on one page: resume, accumulate, measure, clip, step, report, checkpoint.
+
+Every part is handed in; what a part does is told in its own file.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kubelora_api.spec import Training
+from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.checkpoint import RunPosition
+from kubelora_trainer.optimizer import FlatAdamW, clip_coefficient
+from kubelora_trainer.reporting import PolicyFailure, Reporter
+from kubelora_trainer.schedule import learning_rate
+from kubelora_trainer.startup_contract import ReachedModules
+from kubelora_trainer.telemetry import GradientTelemetry, PendingNumbers, StepFacts
+from kubelora_trainer.window import WindowPlan
+
+JUDGED_RATE_SHARE = 0.01
+"""Below this share of the peak rate (warm-up from 0, a cosine's tail) even fp32 rounds updates
+away, as it should; whether weights move is not judged there."""
+
+
+class MicroBatch(Protocol):
+    """What the objective gives for one micro-step: losses summed over ``samples`` samples."""
+
+    @property
+    def loss_sum(self) -> Tensor:
+        """Scalar fp32 with a graph."""
+
+    @property
+    def samples(self) -> int:
+        """Samples in the sum."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of."""
+
+    training: Training
+    windows: WindowPlan
+    objective: Callable[[int], MicroBatch]
+    buffers: AdapterBuffers
+    optimizer: FlatAdamW
+    telemetry: GradientTelemetry
+    reporter: Reporter
+
+
+def train(
+    parts: Parts,
+    position: RunPosition,
+    *,
+    stop: Callable[[], bool],
+    checkpoint: Callable[[RunPosition], None],
+    checkpoint_every: int,
+    after_step: Callable[[RunPosition], None] = lambda position: None,
+) -> RunPosition:
+    """Train from ``position`` to the last step; returns early, between micro-steps, on ``stop``.
+
+    after_step: called after every optimizer step (sample images).
+    Raises NumericalError before a wrong number reaches a weight, and under the health policy Fail.
+    """
+    reached = ReachedModules(parts.buffers)
+    while position.step < parts.windows.total_steps:
+        position = accumulate_window(parts, position, reached, stop)
+        try:
+            parts.reporter.drain()
+        except PolicyFailure:
+            checkpoint(position)
+            raise
+        if stop():
+            return position
+        pending, position = take_step(parts, position)
+        parts.reporter.expect(pending)
+        if position.step % checkpoint_every == 0 or position.step == parts.windows.total_steps:
+            parts.reporter.drain()
+            checkpoint(position)
+        after_step(position)
+    return position
+
+
+def accumulate_window(
+    parts: Parts, position: RunPosition, reached: ReachedModules, stop: Callable[[], bool]
+) -> RunPosition:
+    """Run the window's micro-steps that are still to do; gradients sum up in the flat buffer."""
+    end = parts.windows.end_of_window(position.step)
+    begin = parts.windows.begin_of_window(position.step)
+    loss, samples, micro_step = position.window_loss, position.window_samples, position.micro_step
+    absorption = parts.telemetry.absorption
+    if end - begin < 2:
+        absorption.skip()
+    while micro_step < end and not stop():
+        probed = micro_step == end - 1 and end - begin > 1
+        if probed:
+            absorption.begin()
+        micro_batch = parts.objective(micro_step)
+        micro_batch.loss_sum.backward()  # type: ignore[no-untyped-call]
+        if probed:
+            absorption.end()
+        reached.check()
+        loss = loss + micro_batch.loss_sum.detach().double()
+        samples += micro_batch.samples
+        micro_step += 1
+    return replace(position, micro_step=micro_step, window_samples=samples, window_loss=loss)
+
+
+def take_step(parts: Parts, position: RunPosition) -> tuple[PendingNumbers, RunPosition]:
+    """Turn the finished window into one optimizer step."""
+    buffers, telemetry = parts.buffers, parts.telemetry
+    rate = learning_rate(parts.training, position.step, parts.windows.total_steps)
+    buffers.assert_bound()
+    buffers.normalise(position.window_samples)
+    norm = telemetry.measure_gradient()
+    buffers.scale(clip_coefficient(norm, parts.training.max_grad_norm))
+    telemetry.updates.begin()
+    parts.optimizer.step(rate, non_finite=(~torch.isfinite(norm)).float())
+    telemetry.updates.end()
+    buffers.zero_gradient()
+    facts = StepFacts(
+        step=position.step + 1,
+        learning_rate=rate,
+        samples=position.window_samples,
+        judge_updates=rate >= JUDGED_RATE_SHARE * parts.training.learning_rate,
+    )
+    pending = telemetry.pack(facts, position.window_loss)
+    no_loss = torch.zeros_like(position.window_loss)
+    return pending, replace(position, step=position.step + 1, window_samples=0, window_loss=no_loss)
