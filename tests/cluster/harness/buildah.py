@@ -22,6 +22,7 @@ _BASE_PACKAGES = ("python3", "python3-venv", "ca-certificates")
 # Settings of the package installers that a build behind a mirror needs; unset ones are not passed.
 _INSTALLER_SETTINGS = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
 _LAYER_CACHE_GIB = 25
+_ATTEMPTS = 4
 
 
 def folder(places: Places) -> Path:
@@ -94,7 +95,17 @@ def build(places: Places, context: Path, target: str, name: str) -> None:
     options = ["--isolation", "chroot", "--network", "host", "--layers"]
     options += ["--target", target, "--tag", name]
     options += ["--build-arg", f"BASE_IMAGE={BASE_IMAGE}", *_certificates(), *_installer_settings()]
-    run(places, "bud", *options, "--file", str(context / "Dockerfile"), str(context), log=log)
+    command = ("bud", *options, "--file", str(context / "Dockerfile"), str(context))
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            run(places, *command, log=log)
+            return
+        except HarnessError:
+            # buildah seals a copy of itself in memory before each RUN, and the kernel sometimes
+            # holds a page of it at that moment. The layers made so far are in the cache.
+            if attempt == _ATTEMPTS or "sealing memfd copy" not in log.read_text():
+                raise
+            say(f"buildah could not seal its own copy; going on with the {target} image")
 
 
 def _certificates() -> Sequence[str]:

@@ -22,7 +22,7 @@ from . import machine
 from .errors import HarnessError, tail
 from .places import Places
 from .report import say
-from .tools import ToolFamily, family_of, path_of
+from .tools import MONITORING_CRDS, ToolFamily, family_of, path_of
 
 _REPLACED_BY_FOLDER = re.compile(r"^\s*(\S+) => \./staging/", re.MULTILINE)
 _DISK_GIB = 12  # Go's caches at the end of the largest family, with some room
@@ -174,10 +174,10 @@ def _environment(places: Places, family: ToolFamily) -> dict[str, str]:
 
 
 def _drop_go_caches(places: Places) -> None:
+    """Keep the modules' go.mod, go.sum and logs; everything else can be made again."""
     for name in ("go-build", "go-mod"):
         shutil.rmtree(places.build / name, ignore_errors=True)
-    for source in places.build.glob("*/source"):
-        shutil.rmtree(source, ignore_errors=True)
+    shutil.rmtree(places.build / MONITORING_CRDS.name, ignore_errors=True)
 
 
 @contextlib.contextmanager

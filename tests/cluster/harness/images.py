@@ -47,11 +47,23 @@ def from_environment() -> Images | None:
     return None
 
 
+def uses_local_cluster(places: Places) -> bool:
+    """False when KUBECONFIG names a cluster that is not the harness's."""
+    named = os.environ.get("KUBECONFIG")
+    return not named or Path(named).resolve() == places.kubeconfig
+
+
 def ensure(places: Places) -> Images:
     """The images to test with: those the environment names, else built and imported when stale."""
     named = from_environment()
     if named:
         return named
+    if not uses_local_cluster(places):
+        raise HarnessError(
+            f"KUBECONFIG is {os.environ['KUBECONFIG']}, a cluster that this machine can't hand "
+            "images to. Push them to a registry it pulls from, and name them in "
+            "KUBELORA_OPERATOR_IMAGE and KUBELORA_TRAINER_IMAGE."
+        )
     names = [ensure_target(places, REPOSITORY, target) for target in TARGETS]
     return Images(operator=names[0], trainer=names[1], built_here=True)
 
