@@ -1,0 +1,219 @@
+"""The alert rules as data: one for each numerical threshold, and a few for jobs and the operator.
+
+Limits, windows and severities come from the table that the in-pod watchdog reads too, metric names
+from the contract, so an alert cannot drift from what the trainer judges and exports. What the person
+who installs the chart decides (`Knob`) stays a placeholder that the chart fills in.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from kubelora_api import metrics
+from kubelora_api.names import LABEL_JOB, LABEL_NAME, OPERATOR_APP, SHORT_NAME
+from kubelora_api.thresholds import THRESHOLDS, Threshold
+
+JOB_LABELS = "namespace, name"
+"""What tells a training job: the pod's namespace, and the name that the PodMonitor takes from it."""
+
+
+class Knob(StrEnum):
+    """A value of the chart, as it stands in the generated file."""
+
+    FOR = "$(for)"
+    WINDOW = "$(window)"
+    INTERVAL = "$(interval)"
+    STALLED_SECONDS = "$(stalledAfterSeconds)"
+    OPERATOR_ABSENT_FOR = "$(operatorAbsentFor)"
+    UNSEEN_FOR = "$(unseenFor)"
+    NAMESPACE = "$(namespace)"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A recording rule."""
+
+    name: str
+    expr: str
+
+    def document(self) -> dict[str, Any]:
+        """As Prometheus reads it."""
+        return {"record": self.name, "expr": self.expr}
+
+
+@dataclass(frozen=True)
+class Alert:
+    """An alerting rule. hold: how long it must be true; empty fires at once."""
+
+    name: str
+    expr: str
+    hold: str
+    severity: str
+    summary: str
+    description: str
+    labels: dict[str, str] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """As Prometheus reads it."""
+        return {
+            "alert": self.name,
+            "expr": self.expr,
+            **({"for": self.hold} if self.hold else {}),
+            "labels": {"severity": self.severity, **self.labels},
+            "annotations": {"summary": self.summary, "description": self.description},
+        }
+
+
+def groups() -> list[dict[str, Any]]:
+    """All rule groups, as under ``groups`` of a rule file."""
+    numerics = [rule.document() for t in THRESHOLDS for rule in rules_of(t)]
+    jobs = [job_failed(), training_stalled(), telemetry_missing(), operator_absent()]
+    return [
+        # Judged as often as it is scraped: every sample counts once in a median.
+        {"name": "kubelora-numerics", "interval": str(Knob.INTERVAL), "rules": numerics},
+        {"name": "kubelora-jobs", "rules": [a.document() for a in jobs]},
+    ]
+
+
+def rules_of(threshold: Threshold) -> list[Record | Alert]:
+    """The rules that watch one limit."""
+    if threshold.metric.type == "counter":
+        return [_alert(threshold, _rising(threshold), hold="")]
+    record = Record(recorded_name(threshold), _judged(threshold))
+    return [record, _alert(threshold, _median(threshold), hold=str(Knob.FOR))]
+
+
+def recorded_name(threshold: Threshold) -> str:
+    """Name of the series that holds a metric's values at judged steps alone."""
+    return f"kubelora:{threshold.metric.name.removeprefix('kubelora_')}:judged"
+
+
+def _judged(threshold: Threshold) -> str:
+    """The metric's value, once for each optimizer step seen, and only where it can be judged.
+
+    Left out: the first steps (lora_A has no gradient while lora_B is 0), steps with a learning rate
+    of 0 (nothing is meant to move), a value that only stands still (validation, export, a long
+    step), and NaN, which says that a step was not meant to be judged.
+    """
+    step = metrics.STEP.name
+    return (
+        f"{threshold.metric.name} >= 0\n"
+        f"and on (namespace, pod) {step} > {threshold.skip_steps}\n"
+        f"and on (namespace, pod) {step} != {step} offset {Knob.INTERVAL}\n"
+        f"and on (namespace, pod) {metrics.LEARNING_RATE.name} > 0"
+    )
+
+
+def _median(threshold: Threshold) -> str:
+    """The worst group's median, once as many steps were seen as the watchdog wants."""
+    worst = "min" if threshold.op == "<" else "max"
+    series = f"{recorded_name(threshold)}[{Knob.WINDOW}]"
+    return (
+        f"{worst} by ({JOB_LABELS}) (\n"
+        f"  quantile_over_time(0.5, {series}) {threshold.op} {threshold.limit:g}\n"
+        f"  and count_over_time({series}) >= {threshold.window}\n"
+        ")"
+    )
+
+
+def _rising(threshold: Threshold) -> str:
+    """A counter above the limit that has not stood there for a whole window already.
+
+    ``increase`` would miss what the first scrape of a short-lived pod shows.
+    """
+    now = f"max_over_time({threshold.metric.name}[{Knob.WINDOW}])"
+    before = f"max_over_time({threshold.metric.name}[{Knob.WINDOW}] offset {Knob.WINDOW})"
+    return (
+        f"max by ({JOB_LABELS}) (\n"
+        f"  {now} {threshold.op} {threshold.limit:g}\n"
+        f"  unless {now} <= {before}\n"
+        ")"
+    )
+
+
+def _alert(threshold: Threshold, expr: str, hold: str) -> Alert:
+    if threshold.metric.name.endswith("_ratio"):
+        value, limit = "{{ $value | humanizePercentage }}", f"{threshold.limit * 100:g}%"
+    else:
+        value, limit = "{{ $value | humanize }}", f"{threshold.limit:g}"
+    what = threshold.metric.help[0].lower() + threshold.metric.help[1:].rstrip(".")
+    return Alert(
+        name=f"Kubelora{threshold.finding}",
+        expr=expr,
+        hold=hold,
+        severity=threshold.severity,
+        labels={"finding": threshold.finding},
+        summary=f"{_JOB}: {threshold.sentence}",
+        description=f"In the worst group of layers, {what}: {value} (alert {threshold.op} {limit}). "
+        f"{threshold.reason} {threshold.sentence} See which layers and since which step: {_DESCRIBE}",
+    )
+
+
+_JOB = "{{ $labels.namespace }}/{{ $labels.name }}"
+_DESCRIBE = f"kubectl describe {SHORT_NAME} {{{{ $labels.name }}}} -n {{{{ $labels.namespace }}}}"
+
+
+def job_failed() -> Alert:
+    """A job that will not be tried again; fires until the job is deleted."""
+    return Alert(
+        name="KubeloraJobFailed",
+        expr=f"max by ({JOB_LABELS}, reason) ({metrics.JOB_FAILED.name}) > 0",
+        hold="",
+        severity="warning",
+        summary=f"{_JOB} has failed: {{{{ $labels.reason }}}}",
+        description="The job will not be tried again. Its condition Failed says why and what to "
+        f"change: {_DESCRIBE}. Correct the cause in a new job, then delete this one.",
+    )
+
+
+def training_stalled() -> Alert:
+    """Steps that no longer come; start-up and the end of a run, which have none, are not judged."""
+    step, silence = metrics.STEP.name, f"{Knob.STALLED_SECONDS}s"
+    return Alert(
+        name="KubeloraTrainingStalled",
+        expr=f"max by ({JOB_LABELS}) (\n"
+        f"  {step} > 0\n"
+        f"  and {step} == {step} offset {silence}\n"
+        f"  and on (namespace, pod) {step} < {metrics.STEPS_PLANNED.name}\n"
+        # A step that takes as long as the silence is slow, not stalled.
+        f"  and on (namespace, pod) {metrics.STEP_DURATION.name} * 10 < {Knob.STALLED_SECONDS}\n"
+        ")",
+        hold="",
+        severity="warning",
+        summary=f"{_JOB} has made no optimizer step for {silence}",
+        description="Training stands at optimizer step {{ $value }}, though the last step took less "
+        f"than a tenth of {silence}. A hanging volume or GPU is likely. See what it waits for: "
+        "kubectl logs -n {{ $labels.namespace }} "
+        f"-l {LABEL_JOB}={{{{ $labels.name }}}} --tail=50",
+    )
+
+
+def telemetry_missing() -> Alert:
+    """Jobs train and nobody sees their gradients: the failure that no other alert can tell."""
+    running = f'sum by (namespace) ({metrics.JOBS.name}{{state="Running"}})'
+    seen = f"count by (namespace) (count by ({JOB_LABELS}) ({metrics.STEP.name}))"
+    return Alert(
+        name="KubeloraTelemetryMissing",
+        expr=f"{running} > ({seen} or 0 * {running})",
+        hold=str(Knob.UNSEEN_FOR),
+        severity="warning",
+        summary="Jobs in {{ $labels.namespace }} train without being scraped",
+        description="{{ $value }} jobs run in {{ $labels.namespace }} and Prometheus has metrics of "
+        "fewer: their gradients are not watched by the other alerts. Check the targets of the "
+        "training pods' PodMonitor, and whether a NetworkPolicy blocks port metrics: "
+        f"kubectl get {SHORT_NAME} -n {{{{ $labels.namespace }}}}",
+    )
+
+
+def operator_absent() -> Alert:
+    """No operator leads. Pods train on, but nothing is started, restarted or reported."""
+    return Alert(
+        name="KubeloraOperatorAbsent",
+        expr=f'absent({metrics.OPERATOR_IS_LEADER.name}{{namespace="{Knob.NAMESPACE}"}} == 1)',
+        hold=str(Knob.OPERATOR_ABSENT_FOR),
+        severity="critical",
+        labels={"namespace": str(Knob.NAMESPACE)},
+        summary="No KubeLoRA operator leads",
+        description="Running pods train on, but no job is started, restarted or reported. See why: "
+        f"kubectl describe pods -n {Knob.NAMESPACE} -l {LABEL_NAME}={OPERATOR_APP}",
+    )

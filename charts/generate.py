@@ -1,0 +1,50 @@
+"""Writes the chart's generated files: its copy of the CRD, and the alert rules.
+
+A chart must carry its files inside its own folder, and helm can neither import Python nor follow a
+link without a warning. `python -m charts.generate` from the repository's root writes both.
+"""
+
+from pathlib import Path
+
+import yaml
+from kubelora_api.crd import custom_resource_definition
+
+from charts.alert_rules import groups
+
+FILES = Path(__file__).parent / "kubelora" / "files"
+CRD_HEADER = "# Generated from crds/kubelora_api by `python -m charts.generate`. Do not edit.\n"
+RULES_HEADER = (
+    "# Generated from kubelora_api.thresholds and kubelora_api.metrics by "
+    "`python -m charts.generate`. Do not edit.\n"
+    "# $(...) is filled in by templates/rules.yaml from the chart's values.\n"
+)
+
+
+class _BlockDumper(yaml.SafeDumper):
+    """Writes multi-line strings, which expressions are, as blocks."""
+
+
+def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
+
+
+_BlockDumper.add_representer(str, _string)
+
+
+def rendered() -> dict[Path, str]:
+    """Text of each generated file."""
+    rules = {"groups": groups()}
+    return {
+        FILES / "crd.yaml": CRD_HEADER
+        + yaml.safe_dump(custom_resource_definition(), sort_keys=False, width=100),
+        FILES / "rules.yaml": RULES_HEADER
+        + yaml.dump(rules, Dumper=_BlockDumper, sort_keys=False, width=10_000, allow_unicode=True),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in rendered().items():
+        path.write_text(text)
+        print(f"wrote {path}")
