@@ -1,0 +1,153 @@
+"""Puts the LoRA adapter into the UNet: which layers, how wide, how initialised.
+
+peft makes the layers; the numbers in them are drawn here, from a generator of each module's own, so
+that they depend on the seed and the module's name alone and not on what else was drawn before.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from diffusers import UNet2DConditionModel
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from kubelora_api.spec import Adapter
+from kubelora_trainer.errors import ConfigurationError
+
+ADAPTER_NAME = "default"
+Block = Literal["down", "mid", "up", "embed"]
+Init = Literal["kaiming", "gaussian", "orthogonal"]
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
+
+
+@dataclass(frozen=True)
+class AdapterModule:
+    """One layer's adapter: the layer's output gains ``alpha / rank * lora_b @ lora_a @ input``.
+
+    name: of the layer in the UNet. group_block: where it stands; embed is the time and size
+    embedding, which all_linear reaches too.
+    lora_a: down-projection, rank x inputs. lora_b: up-projection, outputs x rank.
+    """
+
+    name: str
+    group_block: Block
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    rank: int
+    alpha: float
+
+
+def add_adapter(
+    unet: UNet2DConditionModel, adapter: Adapter, seed: int
+) -> tuple[AdapterModule, ...]:
+    """Add a trainable fp32 adapter to the frozen ``unet``, which computes the same as before.
+
+    Modules come in the order of the UNet's own modules. Without alpha it is ``adapter.rank``, for
+    modules of another rank by rankPattern too, as in peft.
+    Raises ConfigurationError for a pattern that matches no target.
+    """
+    targets = target_names(unet, adapter.targets)
+    _check_patterns("rankPattern", adapter.rank_pattern, targets)
+    _check_patterns("alphaPattern", adapter.alpha_pattern, targets)
+    config = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=_plain(adapter.alpha if adapter.alpha is not None else adapter.rank),
+        target_modules=targets,
+        rank_pattern=dict(adapter.rank_pattern),
+        alpha_pattern={key: _plain(value) for key, value in adapter.alpha_pattern.items()},
+        init_lora_weights=True,
+    )
+    with torch.random.fork_rng(devices=[]):  # peft draws numbers that are replaced below
+        unet.add_adapter(config, adapter_name=ADAPTER_NAME)
+    return tuple(
+        _initialised(name, layer, adapter.init, seed)
+        for name, layer in unet.named_modules()
+        if isinstance(layer, LoraLayer)
+    )
+
+
+def target_names(unet: UNet2DConditionModel, targets: str) -> list[str]:
+    """Names of the linear layers that get an adapter, in the UNet's order."""
+    linear = [name for name, layer in unet.named_modules() if isinstance(layer, nn.Linear)]
+    if targets == "all_linear":
+        return linear
+    ends = ATTENTION if targets == "attention" else ATTENTION + FEED_FORWARD
+    return [name for name in linear if name.endswith(tuple(f".{end}" for end in ends))]
+
+
+def initial_down_projection(init: Init, rank: int, inputs: int, seed: int) -> torch.Tensor:
+    """lora_A at the start, fp32 ``(rank, inputs)``.
+
+    kaiming: uniform within 1/sqrt(inputs), peft's default (Kaiming with a = sqrt 5). gaussian:
+    deviation 1/rank. orthogonal: orthonormal rows; columns where rank exceeds inputs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if init == "kaiming":
+        bound = 1 / math.sqrt(inputs)
+        return (torch.rand(rank, inputs, generator=generator) * 2 - 1) * bound
+    normal = torch.randn(rank, inputs, generator=generator, dtype=torch.float64)
+    if init == "gaussian":
+        return (normal / rank).float()
+    tall = normal.T if rank <= inputs else normal
+    q, r = torch.linalg.qr(tall)
+    uniform: torch.Tensor = q * torch.sign(torch.diagonal(r))  # over all rotations
+    return (uniform.T if rank <= inputs else uniform).contiguous().float()
+
+
+def module_seed(seed: int, name: str) -> int:
+    """Seed of one module's generator."""
+    digest = hashlib.sha256(f"lora_A {seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _initialised(name: str, layer: LoraLayer, init: Init, seed: int) -> AdapterModule:
+    """B stays 0: a fresh adapter changes nothing."""
+    for factor in (layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]):
+        factor.to(torch.float32)
+    down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
+    rank, inputs = down.shape
+    with torch.no_grad():
+        down.copy_(initial_down_projection(init, rank, inputs, module_seed(seed, name)))
+        up.zero_()
+    return AdapterModule(
+        name=name,
+        group_block=block_of(name),
+        lora_a=down.requires_grad_(True),
+        lora_b=up.requires_grad_(True),
+        rank=rank,
+        alpha=layer.scaling[ADAPTER_NAME] * rank,
+    )
+
+
+def block_of(name: str) -> Block:
+    """Block of the UNet that a module stands in."""
+    first = name.split(".")[0].split("_")[0]
+    for block in get_args(Block):
+        if block == first:
+            found: Block = block
+            return found
+    return "embed"
+
+
+def _check_patterns(
+    field: str, patterns: dict[str, int] | dict[str, float], names: Sequence[str]
+) -> None:
+    """peft's rule: a pattern matches a whole name, or its end after a dot; the first wins."""
+    for pattern in patterns:
+        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            raise ConfigurationError(
+                f"adapter.{field}: {pattern!r} matches none of the {len(names)} adapted modules, "
+                f"such as {names[0]}. Correct it, or widen adapter.targets."
+            )
+
+
+def _plain(alpha: float) -> float:
+    """An int where it is one, so that loaders that expect an int are content."""
+    return int(alpha) if float(alpha).is_integer() else alpha

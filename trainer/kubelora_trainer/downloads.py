@@ -1,0 +1,161 @@
+"""Fetches folders from the Hugging Face Hub and from buckets: only what is needed, no pickles."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Literal, Protocol
+
+from kubelora_trainer.errors import ConfigurationError
+
+Content = Literal["model", "vae", "dataset"]
+WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
+MODEL_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
+PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
+
+
+def cache_directory() -> Path:
+    """``kubelora`` in the user's cache directory (XDG_CACHE_HOME)."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "kubelora"
+
+
+def wanted_files(content: Content, variant: str | None) -> list[str] | None:
+    """Patterns of the files to fetch; None means all but pickles."""
+    if content == "dataset":
+        return None
+    weights = [name for stem in WEIGHT_STEMS for name in _weight_names(stem, variant)]
+    if content == "vae":
+        plain = list(_weight_names("diffusion_pytorch_model", None))
+        return ["config.json", *plain, "vae/config.json", *(f"vae/{name}" for name in plain)]
+    parts = [f"{part}/{name}" for part in MODEL_PARTS for name in ("config.json", *weights)]
+    return ["model_index.json", "scheduler/*.json", "tokenizer/*", "tokenizer_2/*", *parts]
+
+
+def _weight_names(stem: str, variant: str | None) -> tuple[str, ...]:
+    """Names of whole and sharded files; shards put the variant before or after their number."""
+    shard = "-?????-of-?????"
+    if variant is None:
+        return (
+            f"{stem}.safetensors",
+            f"{stem}{shard}.safetensors",
+            f"{stem}.safetensors.index.json",
+        )
+    return (
+        f"{stem}.{variant}.safetensors",
+        f"{stem}{shard}.{variant}.safetensors",
+        f"{stem}.{variant}{shard}.safetensors",
+        f"{stem}.safetensors.index.{variant}.json",
+    )
+
+
+def download_hub(
+    repository: str, revision: str | None, content: Content, variant: str | None
+) -> Path:
+    """Folder of a snapshot in the Hub's cache. Raises ConfigurationError."""
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError:
+        raise ConfigurationError(
+            "hf:// places need huggingface_hub: pip install 'kubelora[trainer]'."
+        ) from None
+    name = f"hf://{repository}" + (f"@{revision}" if revision else "")
+    try:
+        return Path(
+            snapshot_download(
+                repository,
+                repo_type="dataset" if content == "dataset" else "model",
+                revision=revision,
+                allow_patterns=wanted_files(content, variant),
+                ignore_patterns=list(PICKLES),
+            )
+        )
+    except errors.GatedRepoError:
+        problem = "asks for its terms to be accepted: do so on its page and set HF_TOKEN"
+    except errors.RevisionNotFoundError:
+        problem = f"has no revision {revision}: correct what follows the @"
+    except errors.RepositoryNotFoundError:
+        problem = "does not exist, or is private: correct the name or set HF_TOKEN"
+    except errors.LocalEntryNotFoundError:
+        problem = (
+            "is not in the local cache and the Hub can't be reached: check the network (and "
+            "HF_HUB_OFFLINE), or put the files into a folder or claim and name that"
+        )
+    except errors.HFValidationError as error:
+        problem = f"is no repository name ({error})"
+    except (errors.HfHubHTTPError, OSError) as error:
+        problem = f"can't be fetched ({str(error).splitlines()[0]}): try again"
+    raise ConfigurationError(f"{name} {problem}.")
+
+
+class FileSystem(Protocol):
+    """The part of fsspec's interface that a download needs."""
+
+    def find(self, path: str, *, detail: Literal[True]) -> dict[str, dict[str, object]]:
+        """Files below ``path`` with their size and etag."""
+
+    def get_file(self, rpath: str, lpath: str) -> None:
+        """Copy one remote file to a local path."""
+
+
+def download_bucket(uri: str, cache: Path) -> Path:
+    """Copy of everything below an s3:// prefix. Raises ConfigurationError."""
+    import fsspec
+
+    try:
+        system = fsspec.filesystem(uri.partition("://")[0])
+    except ImportError:
+        raise ConfigurationError(f"{uri} needs the package s3fs: pip install s3fs.") from None
+    return download_tree(system, uri, cache)
+
+
+def download_tree(system: FileSystem, uri: str, cache: Path) -> Path:
+    """Copy of the tree below ``uri`` in ``cache``, reused while names, sizes and etags are equal.
+
+    A folder of the cache is complete or absent: it is filled aside and renamed.
+    """
+    prefix = uri.partition("://")[2].strip("/")
+    try:
+        listing = {
+            str(PurePosixPath(name.strip("/")).relative_to(prefix)): (name, details)
+            for name, details in system.find(prefix, detail=True).items()
+            if not any(PurePosixPath(name).match(pattern) for pattern in PICKLES)
+        }
+        if not listing:
+            raise ConfigurationError(f"{uri} holds no files: correct the bucket or the prefix.")
+        folder = cache / "buckets" / _listing_hash(uri, listing)
+        if not folder.is_dir():
+            _fill(system, listing, folder)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{uri} can't be fetched ({error}): check the name, the credentials and free space."
+        ) from error
+    return folder
+
+
+def _listing_hash(uri: str, listing: dict[str, tuple[str, dict[str, object]]]) -> str:
+    digest = hashlib.sha256(uri.encode())
+    for name, (_, details) in sorted(listing.items()):
+        version = details.get("ETag") or details.get("LastModified") or details.get("created")
+        digest.update(f"\n{name} {details.get('size')} {version}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _fill(
+    system: FileSystem, listing: dict[str, tuple[str, dict[str, object]]], folder: Path
+) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
+    try:
+        for name, (remote, _) in listing.items():
+            if ".." in PurePosixPath(name).parts:
+                raise ValueError(f"a file is named {name}")
+            target = aside / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(remote, str(target))
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        if not folder.is_dir():  # another process may have filled it meanwhile
+            raise

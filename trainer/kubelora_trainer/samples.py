@@ -1,0 +1,142 @@
+"""Draws sample images with fixed seeds, with the adapter and without it, side by side.
+
+The same seed gives the same first noise at every step of a run, so that what changes between two
+grids is the adapter's doing. Drawing leaves training as it found it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import diffusers
+import torch
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image, ImageDraw, ImageFont
+
+from kubelora_api.spec import Validation
+from kubelora_trainer.base_model import BaseModel
+from kubelora_trainer.errors import ConfigurationError
+
+LABEL_HEIGHT = 18
+LABELS = ("with adapter", "without")
+
+
+def draw_samples(
+    base: BaseModel,
+    unet: UNet2DConditionModel,
+    validation: Validation,
+    folder: Path,
+    step: int,
+    *,
+    resolution: int,
+) -> list[Path]:
+    """One PNG a prompt in ``folder``: left with the adapter in ``unet``, right without it.
+
+    step: optimizer steps done, part of the file's name. resolution: edge in pixels.
+    Raises ConfigurationError when a file can't be written.
+    """
+    if not validation.prompts:
+        return []
+    with _undisturbed(unet):
+        pipeline = _pipeline(base, unet)
+        left = [_draw(pipeline, base, validation, n, resolution) for n in _numbers(validation)]
+        unet.disable_adapters()
+        try:
+            right = [_draw(pipeline, base, validation, n, resolution) for n in _numbers(validation)]
+        finally:
+            unet.enable_adapters()
+    grids = [side_by_side(pair, LABELS) for pair in zip(left, right, strict=True)]
+    return [_save(grid, folder / f"step-{step:06d}-{n}.png") for n, grid in enumerate(grids)]
+
+
+def _numbers(validation: Validation) -> range:
+    return range(len(validation.prompts))
+
+
+def _pipeline(base: BaseModel, unet: UNet2DConditionModel) -> StableDiffusionXLPipeline:
+    config = base.sampling_scheduler
+    kind = getattr(diffusers, str(config.get("_class_name")), diffusers.EulerDiscreteScheduler)
+    pipeline = StableDiffusionXLPipeline(
+        vae=base.vae,
+        text_encoder=base.text_encoders[0],
+        text_encoder_2=base.text_encoders[1],
+        tokenizer=base.tokenizers[0],
+        tokenizer_2=base.tokenizers[1],
+        unet=unet,
+        scheduler=kind.from_config(config),
+        force_zeros_for_empty_prompt=base.force_zeros_for_empty_prompt,
+        add_watermarker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@torch.no_grad()
+def _draw(
+    pipeline: StableDiffusionXLPipeline,
+    base: BaseModel,
+    validation: Validation,
+    number: int,
+    resolution: int,
+) -> Image.Image:
+    """One image. Latents are decoded here: the VAE is fp32 whatever the UNet's dtype is."""
+    latents = pipeline(
+        prompt=validation.prompts[number],
+        height=resolution,
+        width=resolution,
+        num_inference_steps=validation.inference_steps,
+        guidance_scale=validation.guidance_scale,
+        generator=torch.Generator().manual_seed(validation.seed + number),
+        output_type="latent",
+    ).images
+    config = base.vae.config
+    scaled = latents.float() / config.scaling_factor
+    mean, deviation = config.get("latents_mean"), config.get("latents_std")
+    if mean is not None and deviation is not None:
+        shape = (1, -1, 1, 1)
+        scaled = scaled * scaled.new_tensor(deviation).view(shape)
+        scaled = scaled + scaled.new_tensor(mean).view(shape)
+    pixels = base.vae.decode(scaled).sample
+    image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
+    return image
+
+
+def side_by_side(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
+    """Images of one size in a row, each under its label."""
+    width, height = images[0].size
+    grid = Image.new("RGB", (width * len(images), height + LABEL_HEIGHT), "white")
+    pen = ImageDraw.Draw(grid)
+    font = ImageFont.load_default(size=11)
+    for column, (image, label) in enumerate(zip(images, labels, strict=True)):
+        pen.text((column * width + 4, 2), label, fill="black", font=font)
+        grid.paste(image, (column * width, LABEL_HEIGHT))
+    return grid
+
+
+@contextmanager
+def _undisturbed(unet: UNet2DConditionModel) -> Iterator[None]:
+    """Put back train or eval mode, what needs a gradient, and the random number generators."""
+    training = unet.training
+    trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
+    unet.eval()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            unet.train(training)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+
+def _save(image: Image.Image, path: Path) -> Path:
+    """Write aside and rename: a viewer never sees half an image."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(aside, format="PNG")
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise ConfigurationError(f"The sample {path} can't be written: {error}.") from error
+    return path

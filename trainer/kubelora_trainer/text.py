@@ -1,0 +1,62 @@
+"""Text conditions as SDXL wants them, computed once a caption: the text encoders are frozen."""
+
+from collections import OrderedDict
+
+import torch
+
+from kubelora_trainer.base_model import BaseModel
+
+CACHED_CAPTIONS = 8192
+
+
+class TextConditions:
+    """Embeddings of captions, kept in host memory (0.3 MB each for SDXL in bf16).
+
+    Each caption is encoded alone, so that its numbers do not depend on what stood beside it.
+    """
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+        self._kept: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+
+    def of(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states (n, 77, channels of both encoders) and pooled text (n, channels)."""
+        pairs = [self._pair(caption) for caption in captions]
+        device = self._base.device
+        return (
+            torch.cat([hidden for hidden, _ in pairs]).to(device),
+            torch.cat([pooled for _, pooled in pairs]).to(device),
+        )
+
+    def _pair(self, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = self._kept.get(caption)
+        if kept is None:
+            hidden, pooled = encode_text(self._base, caption)
+            kept = (hidden.cpu(), pooled.cpu())
+            self._kept[caption] = kept
+            if len(self._kept) > CACHED_CAPTIONS:
+                self._kept.popitem(last=False)
+        return kept
+
+
+@torch.no_grad()
+def encode_text(base: BaseModel, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1, 77, channels) of both encoders' last layer but one, and the second's pooled output.
+
+    Captions beyond 75 tokens are cut, as the pipeline does.
+    """
+    hidden, pooled = [], None
+    for tokenizer, encoder in zip(base.tokenizers, base.text_encoders, strict=True):
+        tokens = tokenizer(
+            caption,
+            padding="max_length",
+            max_length=tokenizer.model_max_length,
+            truncation=True,
+            return_tensors="pt",
+        )
+        output = encoder(tokens.input_ids.to(encoder.device), output_hidden_states=True)
+        hidden.append(output.hidden_states[-2])
+        pooled = output[0]
+    if pooled is None or pooled.ndim != 2:
+        raise TypeError("the second text encoder has no projection")
+    return torch.cat(hidden, dim=-1), pooled
