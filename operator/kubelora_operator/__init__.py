@@ -1,0 +1,1 @@
+"""The operator: watches LoraTrainingJobs, decides, and acts. It never imports the trainer."""

@@ -4,6 +4,7 @@ Options and their environment variables are the chart's interface. Everything he
 after the options are read, so `--help` answers at once and without a cluster.
 """
 
+import secrets
 import socket
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def main() -> None:
     "--identity",
     envvar="KUBELORA_IDENTITY",
     metavar="NAME",
-    help="Who holds the Lease; unique among replicas. Default: the host's name, which is the pod's.",
+    help="Who holds the Lease, unique among replicas. Default: the host's name and six digits.",
 )
 @click.option(
     "--metrics-port",
@@ -144,7 +145,7 @@ def run(
                 trainer_image=trainer_image,
                 lease_namespace=lease_namespace or _own_namespace(),
                 lease_name=lease_name,
-                identity=identity or socket.gethostname(),
+                identity=identity or f"{socket.gethostname()}_{secrets.token_hex(3)}",
                 port=metrics_port,
                 poll_seconds=poll_seconds,
                 resync_seconds=resync_seconds,

@@ -1,0 +1,223 @@
+"""The one module that talks to the API server: raw JSON over the asyncio client.
+
+Typed models of the client cost more than the request itself, so paths and bodies are plain. The
+client library still brings what is hard: kubeconfig, service accounts, rotating tokens, TLS.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Final
+from urllib.parse import quote, urlencode
+
+import aiohttp
+from kubernetes.aio import client, config
+
+from kubelora_api import names
+from kubelora_api.schema import JsonObject
+
+JOBS_PATH: Final = f"/apis/{names.API_VERSION}"
+REQUEST_TIMEOUT: Final = 30.0
+"""Seconds. A Lease has its own, shorter one."""
+PAGE: Final = 200
+
+
+class ApiError(Exception):
+    """The API server refused a request, or gave no answer (code 0)."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(f"{code} {reason}: {message}" if code else message)
+        self.code, self.reason, self.message = code, reason, message
+
+
+class Cluster:
+    """Requests that the operator makes, and no others.
+
+    on_error: hears the HTTP code of each failure, 0 for no answer.
+    """
+
+    def __init__(self, api: client.ApiClient, on_error: Callable[[int], None]) -> None:
+        self._api, self._on_error = api, on_error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._api.close()  # type: ignore[no-untyped-call]
+
+    async def get_job(self, namespace: str, name: str) -> JsonObject | None:
+        """The LoraTrainingJob, or None where there is none."""
+        return await self._find(_path(JOBS_PATH, namespace, names.PLURAL, name))
+
+    async def list_jobs(self, namespace: str | None) -> AsyncIterator[JsonObject]:
+        """LoraTrainingJobs of a namespace or of all, page by page."""
+        path = _path(JOBS_PATH, namespace, names.PLURAL)
+        token = ""
+        while True:
+            page = await self._request(
+                "GET", path, query={"limit": str(PAGE)} | ({"continue": token} if token else {})
+            )
+            for item in page.get("items", []):
+                yield item
+            token = page.get("metadata", {}).get("continue") or ""
+            if not token:
+                return
+
+    async def put_status(self, job: JsonObject) -> JsonObject:
+        """Write the status; uid and resourceVersion in ``job`` guard against a stale view."""
+        metadata = job["metadata"]
+        path = _path(JOBS_PATH, metadata["namespace"], names.PLURAL, metadata["name"], "status")
+        return await self._request("PUT", path, body=job)
+
+    async def children_of(self, namespace: str, uid: str) -> list[JsonObject]:
+        """batch/v1 Jobs that are labelled with the job's uid."""
+        return await self._labelled(_path("/apis/batch/v1", namespace, "jobs"), uid)
+
+    async def pods_of(self, namespace: str, uid: str) -> list[JsonObject]:
+        """Pods that are labelled with the job's uid."""
+        return await self._labelled(_path("/api/v1", namespace, "pods"), uid)
+
+    async def get_child(self, namespace: str, name: str) -> JsonObject | None:
+        """A batch/v1 Job by name."""
+        return await self._find(_path("/apis/batch/v1", namespace, "jobs", name))
+
+    async def create_child(self, manifest: JsonObject) -> JsonObject:
+        """POST a batch/v1 Job."""
+        path = _path("/apis/batch/v1", manifest["metadata"]["namespace"], "jobs")
+        return await self._request("POST", path, body=manifest)
+
+    async def delete_child(self, namespace: str, name: str, uid: str) -> None:
+        """Delete exactly this batch/v1 Job; its pods go in the background. Gone is fine."""
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+            "preconditions": {"uid": uid},
+        }
+        try:
+            await self._request("DELETE", _path("/apis/batch/v1", namespace, "jobs", name), body)
+        except ApiError as error:
+            if error.code not in (404, 409):
+                raise
+
+    async def get_config_map(self, namespace: str, name: str) -> JsonObject | None:
+        """A ConfigMap by name."""
+        return await self._find(_path("/api/v1", namespace, "configmaps", name))
+
+    async def create_config_map(self, manifest: JsonObject) -> JsonObject:
+        """POST a ConfigMap."""
+        path = _path("/api/v1", manifest["metadata"]["namespace"], "configmaps")
+        return await self._request("POST", path, body=manifest)
+
+    async def warnings_about(self, namespace: str, uid: str) -> list[JsonObject]:
+        """Warning Events about the object with this uid."""
+        query = {"fieldSelector": f"involvedObject.uid={uid},type=Warning", "limit": "50"}
+        page = await self._request("GET", _path("/api/v1", namespace, "events"), query=query)
+        return list(page.get("items", []))
+
+    async def create_event(self, event: JsonObject) -> None:
+        """POST an Event."""
+        path = _path("/api/v1", event["metadata"]["namespace"], "events")
+        await self._request("POST", path, body=event)
+
+    async def patch_event(self, namespace: str, name: str, patch: JsonObject) -> None:
+        """Merge ``patch`` into an Event."""
+        path = _path("/api/v1", namespace, "events", name)
+        await self._request("PATCH", path, body=patch, content="application/merge-patch+json")
+
+    async def get_lease(self, namespace: str, name: str, timeout: float) -> JsonObject | None:
+        """A Lease, or None."""
+        path = _path("/apis/coordination.k8s.io/v1", namespace, "leases", name)
+        return await self._find(path, timeout=timeout)
+
+    async def create_lease(self, lease: JsonObject, timeout: float) -> JsonObject:
+        """POST a Lease."""
+        path = _path("/apis/coordination.k8s.io/v1", lease["metadata"]["namespace"], "leases")
+        return await self._request("POST", path, body=lease, timeout=timeout)
+
+    async def put_lease(self, lease: JsonObject, timeout: float) -> JsonObject:
+        """Replace a Lease; its resourceVersion guards the write."""
+        metadata = lease["metadata"]
+        path = _path(
+            "/apis/coordination.k8s.io/v1", metadata["namespace"], "leases", metadata["name"]
+        )
+        return await self._request("PUT", path, body=lease, timeout=timeout)
+
+    async def _labelled(self, path: str, uid: str) -> list[JsonObject]:
+        selector = f"{names.LABEL_JOB_UID}={uid},{names.LABEL_MANAGED_BY}={names.OPERATOR_APP}"
+        page = await self._request("GET", path, query={"labelSelector": selector})
+        return list(page.get("items", []))
+
+    async def _find(self, path: str, timeout: float = REQUEST_TIMEOUT) -> JsonObject | None:
+        try:
+            return await self._request("GET", path, timeout=timeout, missing_is_fine=True)
+        except ApiError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: JsonObject | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout: float = REQUEST_TIMEOUT,
+        content: str = "application/json",
+        missing_is_fine: bool = False,
+    ) -> JsonObject:
+        """One request, one answer; no retries, for the queue retries the whole job."""
+        headers = {"Accept": "application/json", "Content-Type": content}
+        url = self._api.configuration.host + path + (f"?{urlencode(query)}" if query else "")
+        try:
+            async with asyncio.timeout(timeout):
+                await self._api.update_params_for_auth(
+                    headers, [], ["BearerToken"], path, method, body
+                )
+                answer = await self._api.rest_client.request(  # type: ignore[no-untyped-call]
+                    method, url, headers=headers, body=body, _request_timeout=timeout
+                )
+                raw = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._on_error(0)
+            cause = str(error) or type(error).__name__
+            raise ApiError(0, "NoAnswer", f"no answer from the API server: {cause}") from error
+        if answer.status >= 400:
+            if not (missing_is_fine and answer.status == 404):
+                self._on_error(answer.status)
+            raise _refusal(answer.status, raw)
+        return _object(raw)
+
+
+async def connect(on_error: Callable[[int], None]) -> Cluster:
+    """A client from the pod's service account, else from KUBECONFIG.
+
+    Raises ConfigException, whose message says what is missing.
+    """
+    settings = client.Configuration()
+    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+        config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
+    else:
+        await config.load_kube_config(  # type: ignore[no-untyped-call]
+            client_configuration=settings
+        )
+    return Cluster(client.ApiClient(configuration=settings), on_error)
+
+
+def _path(group: str, namespace: str | None, *parts: str) -> str:
+    scope = f"/namespaces/{quote(namespace, safe='')}" if namespace else ""
+    return group + scope + "".join(f"/{quote(part, safe='')}" for part in parts)
+
+
+def _object(raw: bytes) -> JsonObject:
+    parsed = json.loads(raw)
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _refusal(code: int, raw: bytes) -> ApiError:
+    try:
+        status = _object(raw)
+    except ValueError:
+        status = {}
+    message = status.get("message") or raw[:300].decode(errors="replace")
+    return ApiError(code, str(status.get("reason") or "Error"), str(message))

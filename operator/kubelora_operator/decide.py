@@ -1,0 +1,427 @@
+"""The rules: from what is known about a job to what is to be done. Pure; time is passed in.
+
+Read `decide` from the top: each rule that applies ends the story. The rules keep these promises,
+which the property tests hold them to: never two live attempts; a finished job is never recreated;
+an ended attempt is accounted for once, before its successor is numbered; a plan that was carried
+out asks for nothing more.
+
+An ended attempt is accounted for by the condition Restarting (or Suspended) turning True in the
+same write that raises ``restarts``: the cause can then vanish with the pod and is not judged twice.
+"""
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from kubelora_api.report import FinalReport, RunReport
+from kubelora_api.status import JobStatus
+from kubelora_operator.cause import (
+    Cause,
+    Cost,
+    cause_of,
+    deleted_from_outside,
+    end_of,
+    ran_for,
+    restart_delay,
+)
+from kubelora_operator.conditions import (
+    ACCEPTED,
+    COMPLETE,
+    FAILED,
+    HEALTHY,
+    QUEUED,
+    RESTARTING,
+    RUNNING,
+    SUSPENDED,
+    Conditions,
+    time_of,
+    time_text,
+)
+from kubelora_operator.notices import notices_between
+from kubelora_operator.observation import Child, Observation, TrainerPod, Unreachable, Why
+from kubelora_operator.plan import Plan
+from kubelora_operator.progress import (
+    judge_health,
+    lossy_settings,
+    with_final_report,
+    with_report,
+)
+from kubelora_operator.state import state_of
+
+KEPT_ATTEMPTS: Final = 3
+"""Jobs of ended attempts that stay for `kubectl describe` and `kubectl logs`."""
+_SOON: Final = timedelta(seconds=2)
+_SLOW: Final = timedelta(seconds=30)
+_TRAINER_START: Final = timedelta(minutes=2)
+"""Time a trainer may take to load its model before its silence is worth a word."""
+_FREE_REASONS: Final = frozenset({"Disrupted", "PodDeleted", "JobDeleted", "Interrupted"})
+_REJECTIONS: Final = frozenset({"Rejected", "NameTaken"})
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A decision in the making: the status so far and what goes with it."""
+
+    seen: Observation
+    now: datetime
+    status: JobStatus
+    conditions: Conditions
+    delete: tuple[Child, ...] = ()
+    create: int | None = None
+    again_after: timedelta | None = None
+
+    def tell(self, kind: str, truth: bool, reason: str, message: str) -> "_Draft":
+        status = "True" if truth else "False"
+        return replace(
+            self,
+            conditions=self.conditions.set(kind, status, reason, message),  # type: ignore[arg-type]
+        )
+
+    def untell(self, kind: str, reason: str, message: str) -> "_Draft":
+        return replace(self, conditions=self.conditions.clear(kind, reason, message))
+
+    def update(self, **fields: object) -> "_Draft":
+        return replace(self, status=self.status.model_copy(update=fields))
+
+    @property
+    def child(self) -> Child | None:
+        return self.seen.child_of(self.status.attempt)
+
+    @property
+    def pods(self) -> tuple[TrainerPod, ...]:
+        return self.seen.pods_of(self.status.attempt)
+
+    @property
+    def accounted(self) -> bool:
+        """Whether the current attempt is over and paid for, or was never begun."""
+        return self.conditions.is_true(RESTARTING) or self.conditions.is_true(SUSPENDED)
+
+    @property
+    def live(self) -> bool:
+        return any(c.live for c in self.seen.children) or any(p.live for p in self.seen.pods)
+
+
+def decide(seen: Observation, now: datetime, poll: timedelta = timedelta(seconds=10)) -> Plan:
+    """What is to be done about the job. ``poll``: between two looks at a running pod."""
+    if seen.deleting:
+        return Plan(status=seen.status)
+    draft = _Draft(
+        seen, now, seen.status, Conditions.start(seen.status.conditions, seen.generation, now)
+    )
+    if _terminal(draft.conditions):
+        strays = tuple(c for c in seen.children if c.live and not c.deleting)
+        return Plan(seen.status, delete=strays, again_after=_SOON if draft.live else None)
+    return _finished(_decide(_accepted(_recovered(draft)), poll))
+
+
+def _terminal(conditions: Conditions) -> bool:
+    return conditions.is_true(COMPLETE) or conditions.is_true(FAILED)
+
+
+def _recovered(draft: _Draft) -> _Draft:
+    """Take the attempt's number from what exists when the status was wiped."""
+    known = {c.attempt for c in draft.seen.children} | draft.seen.anchors
+    if draft.status.attempt > 0 or not known:
+        newest = max(known, default=0)
+        if newest > draft.status.attempt and draft.seen.child_of(newest):
+            return draft.update(attempt=newest)
+        return draft
+    return draft.update(attempt=max(known))
+
+
+def _accepted(draft: _Draft) -> _Draft:
+    spec = draft.seen.spec
+    if spec is None:
+        what = "; ".join(draft.seen.problems) or "the resource can't be read"
+        return draft.tell(ACCEPTED, False, "InvalidSpec", f"{what}. Mend it and apply it again")
+    lossy = lossy_settings(spec)
+    if lossy:
+        return draft.tell(ACCEPTED, True, "LossyPrecision", lossy)
+    return draft.tell(ACCEPTED, True, "Valid", "the job is valid")
+
+
+def _decide(draft: _Draft, poll: timedelta) -> _Draft:
+    child = draft.child
+    draft = _without_strays(draft)
+    if child and child.state == "complete":
+        return _complete(draft, child)
+    if child and child.state == "failed" and not draft.accounted:
+        return _ended(draft, cause_of(draft.seen, child))
+    if child is None and draft.status.attempt > 0 and not draft.accounted:
+        if draft.conditions.reason(SUSPENDED) != "Suspending":
+            if _lost(draft):
+                return _state_lost(draft)
+            if draft.status.child_uid:
+                name = f"{draft.seen.name}-{draft.seen.uid[:5]}-{draft.status.attempt}"
+                return _ended(draft, deleted_from_outside(name))
+        elif not draft.seen.suspend:
+            return _next_attempt(draft)
+    if draft.seen.suspend:
+        return _suspend(draft)
+    if draft.accounted:
+        return _next_attempt(draft)
+    if child is None:
+        return _start(draft)
+    return _track(draft, child, poll)
+
+
+def _without_strays(draft: _Draft) -> _Draft:
+    """Delete live Jobs of other attempts, and ended ones beyond those that are kept."""
+    attempt = draft.status.attempt
+    strays = tuple(
+        c
+        for c in draft.seen.children
+        if not c.deleting
+        and ((c.live and c.attempt != attempt) or c.attempt <= attempt - KEPT_ATTEMPTS)
+    )
+    return replace(draft, delete=strays)
+
+
+def _lost(draft: _Draft) -> bool:
+    """The status was wiped and the Job is gone; only the ConfigMap says that there was one."""
+    return draft.seen.status.attempt == 0 and draft.status.attempt in draft.seen.anchors
+
+
+def _state_lost(draft: _Draft) -> _Draft:
+    return _fail(
+        draft,
+        Why(
+            "StateLost",
+            f"attempt {draft.status.attempt} was started, but its Job and the status are gone, so "
+            "its outcome is unknown. Look at the output; create a new job to train again",
+        ),
+    )
+
+
+def _complete(draft: _Draft, child: Child) -> _Draft:
+    if _others_live(draft):
+        return replace(draft, again_after=_SOON)
+    final = _last_word(draft.pods)
+    status = with_final_report(draft.status, final, done=True)
+    ended = end_of(child, draft.now)
+    message = final.message if final else "training is done; its pod left no final report"
+    draft = _stopped(replace(draft, status=status), "Finished", "the trainer is done", ended)
+    draft = draft.untell(RESTARTING, "Complete", "the job is complete")
+    draft = draft.untell(SUSPENDED, "Complete", "the job is complete")
+    if final or draft.status.health:
+        draft = replace(draft, conditions=judge_health(draft.conditions, draft.status.health))
+    return draft.update(completion_time=time_text(ended), child_uid=child.uid).tell(
+        COMPLETE, True, "TrainingDone", message
+    )
+
+
+def _ended(draft: _Draft, cause: Cause) -> _Draft:
+    """An attempt is over and not done: account for it, once."""
+    status = with_final_report(draft.status, _last_word(draft.pods), done=False)
+    draft = replace(draft, status=status)
+    restarts = draft.status.restarts + (1 if cause.cost is Cost.COUNTED else 0)
+    if cause.cost is Cost.FINAL:
+        return _fail(draft, cause.why)
+    if restarts > draft.seen.max_restarts and cause.cost is Cost.COUNTED:
+        limit = draft.seen.max_restarts
+        return _fail(
+            draft,
+            Why(
+                "MaxRestartsExceeded",
+                f"{cause.why.message}. restartPolicy.maxRestarts ({limit}) is used up",
+            ),
+        )
+    ended = end_of(draft.child, draft.now)
+    draft = _stopped(draft, cause.why.reason, cause.why.message, ended)
+    draft = draft.update(restarts=restarts)
+    if draft.seen.suspend and not draft.live:
+        return _suspend(draft)
+    price = "free of charge" if cause.cost is Cost.FREE else f"restart {restarts}"
+    limit_text = "" if cause.cost is Cost.FREE else f" of {draft.seen.max_restarts}"
+    draft = draft.tell(
+        RESTARTING,
+        True,
+        cause.why.reason,
+        f"attempt {draft.status.attempt} ended: {cause.why.message}. The next attempt goes on "
+        f"from the last checkpoint ({price}{limit_text})",
+    )
+    return replace(draft, again_after=_remaining(draft))
+
+
+def _fail(draft: _Draft, why: Why) -> _Draft:
+    if _others_live(draft):
+        return replace(draft, again_after=_SOON)
+    ended = end_of(draft.child, draft.now)
+    draft = _stopped(draft, why.reason, why.message, ended)
+    draft = draft.untell(RESTARTING, "Failed", "the job has failed")
+    draft = draft.untell(SUSPENDED, "Failed", "the job has failed")
+    if draft.status.health and draft.status.health.verdict != "Unknown":
+        draft = replace(draft, conditions=judge_health(draft.conditions, draft.status.health))
+    return draft.update(completion_time=time_text(ended)).tell(
+        FAILED, True, why.reason, why.message
+    )
+
+
+def _others_live(draft: _Draft) -> bool:
+    """Whether anything but the current child could still write: a result waits for its end."""
+    attempt = draft.status.attempt
+    return any(c.live and c.attempt != attempt for c in draft.seen.children) or any(
+        p.live for p in draft.seen.pods
+    )
+
+
+def _suspend(draft: _Draft) -> _Draft:
+    live = tuple(c for c in draft.seen.children if c.live and not c.deleting)
+    others = tuple(c for c in draft.delete if c not in live)
+    draft = draft.untell(QUEUED, "Suspended", "spec.suspend is true")
+    if draft.live:
+        draft = draft.tell(SUSPENDED, False, "Suspending", "the pods save a checkpoint and end")
+        return replace(draft, delete=others + live, again_after=_SOON)
+    # Restarting stays until Suspended takes over, so that the ended attempt stays accounted for.
+    draft = draft.untell(RESTARTING, "Suspended", "spec.suspend is true")
+    at = draft.status.checkpoint
+    where = f" from the checkpoint of step {at.step}" if at else " from the last checkpoint"
+    draft = _stopped(draft, "Suspended", "spec.suspend is true", draft.now)
+    return draft.tell(
+        SUSPENDED,
+        True,
+        "SuspendedByUser",
+        "spec.suspend is true: set it to false to go on" + (where if draft.status.attempt else ""),
+    )
+
+
+def _next_attempt(draft: _Draft) -> _Draft:
+    """Number the next attempt, when the old one is gone, its delay is over and the spec is good."""
+    if draft.live:
+        return replace(draft, again_after=_SOON)
+    wait = _remaining(draft)
+    if wait > timedelta():
+        return replace(draft, again_after=wait)
+    if draft.seen.spec is None:
+        return draft
+    number = draft.status.attempt + 1
+    draft = draft.update(attempt=number, child_uid=None)
+    draft = draft.untell(SUSPENDED, "Resumed", f"attempt {number} goes on")
+    draft = draft.untell(RESTARTING, "Restarted", f"attempt {number} was started")
+    return _create(draft)
+
+
+def _start(draft: _Draft) -> _Draft:
+    """Create the attempt's objects: the first time, or again after a crash in between."""
+    if draft.seen.spec is None:
+        return _idle(draft, "InvalidSpec", "the job is not valid; see the condition Accepted")
+    if draft.live:
+        return replace(draft, again_after=_SOON)
+    return _create(draft.update(attempt=max(draft.status.attempt, 1)))
+
+
+def _create(draft: _Draft) -> _Draft:
+    rejection = draft.seen.rejection
+    if rejection:
+        draft = _idle(draft, rejection.reason, rejection.message)
+    elif draft.conditions.reason(RUNNING) not in _REJECTIONS:
+        draft = _idle(draft, "Starting", "the pod is being created")
+    if draft.status.start_time is None:
+        draft = draft.update(start_time=time_text(draft.now))
+    return replace(draft, create=draft.status.attempt)
+
+
+def _idle(draft: _Draft, reason: str, message: str) -> _Draft:
+    return draft.tell(RUNNING, False, reason, message)
+
+
+def _remaining(draft: _Draft) -> timedelta:
+    """How long the next attempt still has to wait."""
+    restarting = draft.conditions.get(RESTARTING)
+    if restarting is None or restarting.status != "True":
+        return timedelta()
+    free = restarting.reason in _FREE_REASONS
+    restarts = draft.status.restarts
+    count = draft.status.attempt - restarts if free else restarts
+    delay = restart_delay(Cost.FREE if free else Cost.COUNTED, count, ran_for(draft.child))
+    due = time_of(restarting.last_transition_time) + delay
+    return max(due - draft.now, timedelta())
+
+
+def _track(draft: _Draft, child: Child, poll: timedelta) -> _Draft:
+    """The attempt is under way: tell how it fares."""
+    draft = draft.update(child_uid=child.uid)
+    if draft.status.start_time is None:
+        draft = draft.update(start_time=time_text(draft.now))
+    draft = draft.untell(RESTARTING, "Restarted", f"attempt {child.attempt} was started")
+    if child.deleting:
+        return replace(draft, again_after=_SOON)
+    draft = draft.untell(SUSPENDED, "Resumed", f"attempt {child.attempt} goes on")
+    if child.suspended:
+        return _queued(draft, child)
+    if child.queue:
+        draft = draft.tell(QUEUED, False, "Admitted", f"queue {child.queue} has admitted the job")
+    pod = next((p for p in reversed(draft.pods) if p.live and not p.deleting), None)
+    if pod is None or not pod.running:
+        return _pending(draft, pod)
+    return replace(_running(draft, pod), again_after=poll)
+
+
+def _queued(draft: _Draft, child: Child) -> _Draft:
+    if child.queue:
+        why = Why("WaitingForAdmission", f"queue {child.queue} has not admitted the job yet")
+    else:
+        why = Why("JobSuspended", f"Job {child.name} was suspended from outside: resume it there")
+    draft = _stopped(draft, "Queued", why.message, draft.now)
+    return draft.tell(QUEUED, True, why.reason, why.message)
+
+
+def _pending(draft: _Draft, pod: TrainerPod | None) -> _Draft:
+    why = pod.stuck if pod else None
+    if why is None and draft.seen.rejection:
+        why = draft.seen.rejection
+    if why is None:
+        why = Why("Starting", "the pod's container is being started" if pod else "no pod yet")
+    return replace(_stopped(draft, why.reason, why.message, draft.now), again_after=_SLOW)
+
+
+def _running(draft: _Draft, pod: TrainerPod) -> _Draft:
+    report = draft.seen.report
+    reason = draft.conditions.reason(RUNNING) if draft.conditions.is_true(RUNNING) else ""
+    if isinstance(report, RunReport):
+        draft = replace(draft, status=with_report(draft.status, report, draft.now))
+        draft = replace(draft, conditions=judge_health(draft.conditions, report.health))
+        return draft.tell(RUNNING, True, "Training", f"pod {pod.name} trains")
+    if isinstance(report, Unreachable) and _late(pod, draft.now):
+        message = f"pod {pod.name} runs, but its status can't be read: {report.cause}"
+        draft = draft.tell(RUNNING, True, "StatusUnreachable", message)
+        unknown = draft.conditions.set(HEALTHY, "Unknown", "StatusUnreachable", message)
+        return replace(draft, conditions=unknown)
+    if reason in ("Training", "StatusUnreachable"):
+        return draft
+    return draft.tell(RUNNING, True, "TrainerStarting", f"pod {pod.name} loads model and data")
+
+
+def _late(pod: TrainerPod, now: datetime) -> bool:
+    return pod.since is None or now - pod.since > _TRAINER_START
+
+
+def _stopped(draft: _Draft, reason: str, message: str, ended: datetime) -> _Draft:
+    """Running=False; the time it ran until ``ended`` is added to ``activeSeconds``."""
+    running = draft.conditions.get(RUNNING)
+    if running and running.status == "True":
+        ran = max(int((ended - time_of(running.last_transition_time)).total_seconds()), 0)
+        draft = draft.update(active_seconds=(draft.status.active_seconds or 0) + ran)
+    return draft.tell(RUNNING, False, reason, message)
+
+
+def _last_word(pods: tuple[TrainerPod, ...]) -> FinalReport | None:
+    return next((p.final for p in reversed(pods) if p.final), None)
+
+
+def _finished(draft: _Draft) -> Plan:
+    """The plan of a draft: conditions and state put into the status, notices of what changed."""
+    status = draft.status.model_copy(
+        update={
+            "observed_generation": draft.seen.generation,
+            "conditions": list(draft.conditions.items),
+            "state": state_of(draft.conditions, draft.status.attempt),
+        }
+    )
+    return Plan(
+        status=status,
+        delete=draft.delete,
+        create=draft.create,
+        notices=notices_between(draft.seen.status, status),
+        again_after=draft.again_after,
+    )

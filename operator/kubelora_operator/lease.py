@@ -1,0 +1,207 @@
+"""Which replica works: a small elector on one Lease.
+
+The client library's elector can't create its Lease, ends at one refused connection and does not
+notice a frozen network. This one measures with a monotonic clock, gives each request less time than
+the lease has left, takes any failure for a failed renewal, and when the lease is lost says so by
+`LeaseLost`, upon which the process must end at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final, Protocol
+
+from kubelora_api import names
+from kubelora_api.schema import JsonObject
+
+log = logging.getLogger(__name__)
+
+
+class LeaseApi(Protocol):
+    """The three requests that an election needs."""
+
+    async def get_lease(self, namespace: str, name: str, timeout: float) -> JsonObject | None:
+        """The Lease, or None."""
+
+    async def create_lease(self, lease: JsonObject, timeout: float) -> JsonObject:
+        """POST it."""
+
+    async def put_lease(self, lease: JsonObject, timeout: float) -> JsonObject:
+        """Replace it, guarded by its resourceVersion."""
+
+
+class LeaseLost(Exception):
+    """Another replica may work by now: this process must do nothing more."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. A holder gives up at ``renew_deadline``, before a candidate may take over."""
+
+    duration: float = 15.0
+    renew_deadline: float = 10.0
+    retry: float = 2.0
+    request: float = 4.0
+
+
+DEFAULT_TIMING: Final = Timing()
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a candidate saw of the Lease, and since when (monotonic) it has not changed."""
+
+    record: tuple[object, ...]
+    since: float
+
+
+def may_take(
+    lease: JsonObject, sighting: Sighting, identity: str, now: float, timing: Timing
+) -> bool:
+    """Whether the Lease is free: ours, released, or unchanged for its whole duration.
+
+    Judged by our own clock alone: the holder's may be wrong.
+    """
+    spec = lease.get("spec") or {}
+    holder = spec.get("holderIdentity")
+    if not holder or holder == identity:
+        return True
+    told = spec.get("leaseDurationSeconds")
+    duration = max(float(told), timing.duration) if isinstance(told, int) else timing.duration
+    return now - sighting.since > duration
+
+
+def record_of(lease: JsonObject) -> tuple[object, ...]:
+    """What changes when a holder renews."""
+    spec = lease.get("spec") or {}
+    return (
+        spec.get("holderIdentity"),
+        spec.get("renewTime"),
+        spec.get("leaseTransitions"),
+        (lease.get("metadata") or {}).get("uid"),
+    )
+
+
+class Elector:
+    """One replica's part in the election."""
+
+    def __init__(
+        self,
+        api: LeaseApi,
+        namespace: str,
+        name: str,
+        identity: str,
+        clock: Callable[[], float],
+        timing: Timing = DEFAULT_TIMING,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._api, self._clock, self._timing, self._sleep = api, clock, timing, sleep
+        self._namespace, self._name, self._identity = namespace, name, identity
+        self._sighting: Sighting | None = None
+        self._held: JsonObject | None = None
+        self._renewed = 0.0
+
+    async def acquire(self) -> None:
+        """Wait until the Lease is ours."""
+        while not await self._try_acquire():
+            await self._sleep(self._timing.retry)
+
+    async def hold(self) -> None:
+        """Renew for ever. Raises LeaseLost when the deadline passed without a renewal."""
+        while True:
+            await self._sleep(self._timing.retry)
+            if self._overdue():
+                raise LeaseLost("the process stood still for longer than the lease allows")
+            began = self._clock()
+            left = self._timing.renew_deadline - (began - self._renewed)
+            try:
+                async with asyncio.timeout(left):
+                    await self._renew()
+                self._renewed = began
+            except LeaseLost:
+                raise
+            except Exception as error:
+                log.warning("the lease was not renewed: %s", error)
+            if self._overdue():
+                raise LeaseLost(
+                    f"no renewal for {self._timing.renew_deadline:g} s; another replica may lead"
+                )
+
+    async def release(self) -> None:
+        """Give the Lease back, so that another replica need not wait. Failing is fine."""
+        if self._held is None or self._overdue():
+            return
+        lease, self._held = self._held, None
+        try:
+            await self._api.put_lease(
+                lease | {"spec": lease["spec"] | {"holderIdentity": ""}}, self._timing.request
+            )
+        except Exception as error:
+            log.warning("the lease was not released and will run out: %s", error)
+
+    def _overdue(self) -> bool:
+        return self._clock() - self._renewed >= self._timing.renew_deadline
+
+    async def _try_acquire(self) -> bool:
+        began = self._clock()
+        try:
+            lease = await self._api.get_lease(self._namespace, self._name, self._timing.request)
+            if lease is None:
+                fresh = self._lease(None)
+                self._held = await self._api.create_lease(fresh, self._timing.request)
+            else:
+                if not self._free(lease):
+                    return False
+                self._held = await self._api.put_lease(self._lease(lease), self._timing.request)
+        except Exception as error:
+            # Another candidate was quicker, or the API server is away: both are tried again.
+            log.info("the lease was not acquired: %s", error)
+            return False
+        self._renewed = began
+        return True
+
+    def _free(self, lease: JsonObject) -> bool:
+        now, record = self._clock(), record_of(lease)
+        if self._sighting is None or self._sighting.record != record:
+            self._sighting = Sighting(record, now)
+        return may_take(lease, self._sighting, self._identity, now, self._timing)
+
+    async def _renew(self) -> None:
+        assert self._held is not None
+        try:
+            self._held = await self._api.put_lease(self._lease(self._held), self._timing.request)
+        except Exception:
+            # Someone edited it, or our last write arrived and its answer did not: look once.
+            found = await self._api.get_lease(self._namespace, self._name, self._timing.request)
+            holder = ((found or {}).get("spec") or {}).get("holderIdentity")
+            if found is None or holder not in (self._identity, "", None):
+                raise LeaseLost(f"the lease is held by {holder or 'nobody'} now") from None
+            self._held = await self._api.put_lease(self._lease(found), self._timing.request)
+
+    def _lease(self, old: JsonObject | None) -> JsonObject:
+        """The Lease as we write it over ``old``."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = dict((old or {}).get("spec") or {})
+        mine = spec.get("holderIdentity") == self._identity
+        transitions = int(spec.get("leaseTransitions") or 0)
+        fresh = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": int(self._timing.duration),
+            "acquireTime": spec.get("acquireTime") if mine else now,
+            "renewTime": now,
+            "leaseTransitions": transitions if mine or old is None else transitions + 1,
+        }
+        if old is not None:
+            return old | {"spec": spec | fresh}
+        return {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {
+                "name": self._name,
+                "namespace": self._namespace,
+                "labels": {names.LABEL_NAME: names.OPERATOR_APP},
+            },
+            "spec": fresh,
+        }

@@ -1,0 +1,61 @@
+"""Log lines that say which job and which attempt they are about, as JSON or for a person."""
+
+import contextvars
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+_JOB: contextvars.ContextVar[dict[str, object] | None] = contextvars.ContextVar("job", default=None)
+
+
+@contextmanager
+def job_in_log(namespace: str, name: str, attempt: int | None = None) -> Iterator[None]:
+    """Lines logged inside are about this job."""
+    about: dict[str, object] = {"namespace": namespace, "name": name}
+    token = _JOB.set(about if attempt is None else about | {"attempt": attempt})
+    try:
+        yield
+    finally:
+        _JOB.reset(token)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and the job it is about."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        } | (_JOB.get() or {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class PlainFormatter(logging.Formatter):
+    """A line for a person at a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        about = _JOB.get()
+        where = f" [{about['namespace']}/{about['name']}]" if about else ""
+        if about and "attempt" in about:
+            where = f"{where[:-1]} attempt {about['attempt']}]"
+        time = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
+        line = f"{time} {record.levelname.lower():7}{where} {record.getMessage()}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def configure(format_name: str, level: str) -> None:
+    """Send all logging to stderr. kopf's own talk is kept to warnings."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if format_name == "json" else PlainFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for noisy in ("kopf", "aiohttp.access", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

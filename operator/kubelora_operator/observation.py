@@ -1,0 +1,121 @@
+"""What is known about one job at one moment, as values that the decision is made from.
+
+Read from the API server and from the pods by `observe`; nothing here does I/O. Objects of other
+kinds are reduced to the few facts that a rule depends on, so that the rules read as sentences.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, Literal
+
+from kubelora_api.report import FinalReport, RunReport
+from kubelora_api.spec import JobSpec
+from kubelora_api.status import JobStatus
+
+_MOST_RESTARTS: Final = 100
+
+
+@dataclass(frozen=True)
+class Why:
+    """A CamelCase reason and a sentence that tells what to do."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Child:
+    """A batch/v1 Job that belongs to the job: one attempt."""
+
+    name: str
+    uid: str
+    attempt: int
+    state: Literal["active", "complete", "failed"] = "active"
+    deleting: bool = False
+    suspended: bool = False
+    queue: str | None = None
+    failure: Why | None = None
+    started: datetime | None = None
+    finished: datetime | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether it can still have a running pod."""
+        return self.state == "active"
+
+
+@dataclass(frozen=True)
+class TrainerPod:
+    """A pod of an attempt.
+
+    stuck: why its container does not run, in the cluster's words.
+    since: when its container started.
+    last_words: the termination message when it is no final report.
+    """
+
+    name: str
+    uid: str
+    attempt: int
+    phase: str = "Pending"
+    address: str | None = None
+    deleting: bool = False
+    disrupted: bool = False
+    running: bool = False
+    ready: bool = False
+    since: datetime | None = None
+    stuck: Why | None = None
+    exit_code: int | None = None
+    out_of_memory: bool = False
+    final: FinalReport | None = None
+    last_words: str = ""
+
+    @property
+    def live(self) -> bool:
+        """Whether its container may still run."""
+        return self.phase not in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """A pod was asked how it fares and gave no usable answer."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Everything that a decision about one job is made from.
+
+    spec: None where the resource breaks our own rules; ``problems`` then says how.
+    anchors: attempts whose ConfigMap exists; looked up only where the status knows of none.
+    report: None where no pod was asked, because none runs or it was asked a moment ago.
+    rejection: why the API server refused to create the attempt's objects, just now.
+    """
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    spec: JobSpec | None
+    suspend: bool
+    status: JobStatus
+    problems: tuple[str, ...] = ()
+    deleting: bool = False
+    children: tuple[Child, ...] = ()
+    pods: tuple[TrainerPod, ...] = ()
+    anchors: frozenset[int] = frozenset()
+    report: RunReport | Unreachable | None = None
+    rejection: Why | None = None
+
+    @property
+    def max_restarts(self) -> int:
+        """Restarts that the user allows; the API's bound while the spec can't be read."""
+        return self.spec.restart_policy.max_restarts if self.spec else _MOST_RESTARTS
+
+    def child_of(self, attempt: int) -> Child | None:
+        """The attempt's Job."""
+        return next((c for c in self.children if c.attempt == attempt), None)
+
+    def pods_of(self, attempt: int) -> tuple[TrainerPod, ...]:
+        """The attempt's pods."""
+        return tuple(p for p in self.pods if p.attempt == attempt)

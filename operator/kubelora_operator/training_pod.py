@@ -1,0 +1,191 @@
+"""The pod of an attempt: restricted, without an API token, with all that a trainer writes to.
+
+Pure. The user's podTemplate is laid over what the trainer needs; what would weaken the security
+context can't be said in a podTemplate at all.
+"""
+
+from typing import Final
+
+from kubelora_api import names
+from kubelora_api.places import parse_place
+from kubelora_api.pod import PodTemplate, Resources
+from kubelora_api.schema import JsonObject
+from kubelora_api.spec import JobSpec
+
+JOB_PATH: Final = f"{names.JOB_DIRECTORY}/{names.JOB_FILE}"
+_SCRATCH: Final = "/tmp"  # an emptyDir of the pod
+_SHARED_MEMORY: Final = "/dev/shm"  # memory of the pod
+_ENVIRONMENT: Final = {
+    "HOME": _SCRATCH,
+    "USER": "kubelora",
+    "TMPDIR": _SCRATCH,
+    "HF_HOME": f"{_SCRATCH}/huggingface",
+    "XDG_CACHE_HOME": f"{_SCRATCH}/cache",
+    "TORCHINDUCTOR_CACHE_DIR": f"{_SCRATCH}/torchinductor",
+    "TRITON_CACHE_DIR": f"{_SCRATCH}/triton",
+    "MPLCONFIGDIR": f"{_SCRATCH}/matplotlib",
+}
+"""The root file system is read-only: every library that writes is pointed at the scratch volume."""
+
+
+def build_pod_spec(
+    spec: JobSpec, *, attempt: int, config_map: str, trainer_image: str
+) -> JsonObject:
+    """A ``v1.PodSpec``. ``config_map``: the one that holds the attempt's job document."""
+    template = spec.pod_template
+    claims = claims_of(spec)
+    pod: JsonObject = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": template.termination_grace_period_seconds,
+        "securityContext": _pod_security(template),
+        "containers": [_container(spec, attempt, claims, trainer_image)],
+        "volumes": _volumes(template, claims, config_map),
+    }
+    return pod | _placement(template)
+
+
+def claims_of(spec: JobSpec) -> dict[str, bool]:
+    """Claims that the job's URIs name, by name, and whether the job only reads them."""
+    inputs = [spec.model.uri, spec.model.vae, spec.dataset.uri]
+    claims = {p.root: True for uri in inputs if uri and (p := parse_place(uri)).scheme == "pvc"}
+    output = parse_place(spec.output.uri)
+    if output.scheme == "pvc":
+        claims[output.root] = False
+    return dict(sorted(claims.items()))
+
+
+def _container(
+    spec: JobSpec, attempt: int, claims: dict[str, bool], trainer_image: str
+) -> JsonObject:
+    template = spec.pod_template
+    container: JsonObject = {
+        "name": names.TRAINER_CONTAINER,
+        "image": template.image or trainer_image,
+        "imagePullPolicy": template.image_pull_policy,
+        "command": ["kubelora", "train", JOB_PATH, "--metrics-port", str(names.METRICS_PORT)],
+        "env": _environment(template, attempt),
+        "ports": [
+            {
+                "name": names.METRICS_PORT_NAME,
+                "containerPort": names.METRICS_PORT,
+                "protocol": "TCP",
+            }
+        ],
+        "readinessProbe": {
+            "httpGet": {"path": "/healthz", "port": names.METRICS_PORT_NAME},
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+            "failureThreshold": 3,
+        },
+        "resources": _resources(template.resources, spec.workers.gpus_per_node),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "terminationMessagePath": names.TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": _mounts(template, claims),
+    }
+    if template.env_from:
+        container["envFrom"] = list(template.env_from)
+    return container
+
+
+def _environment(template: PodTemplate, attempt: int) -> list[JsonObject]:
+    """Ours first, the user's over it, except for names that the contract keeps."""
+    users = {e.name: e.document() for e in template.env}
+    ours = [
+        {"name": name, "value": value} for name, value in _ENVIRONMENT.items() if name not in users
+    ]
+    contract = [
+        {"name": names.ENV_ATTEMPT, "value": str(attempt)},
+        {"name": names.ENV_TERMINATION_LOG, "value": names.TERMINATION_LOG},
+    ]
+    return contract + ours + list(users.values())
+
+
+def _resources(resources: Resources | None, gpus: int) -> JsonObject:
+    limits = dict(resources.limits) if resources else {}
+    requests = dict(resources.requests) if resources else {}
+    if gpus:
+        limits[names.GPU_RESOURCE] = str(gpus)
+    return {key: value for key, value in (("limits", limits), ("requests", requests)) if value}
+
+
+def _own_mounts(template: PodTemplate) -> list[JsonObject]:
+    """Scratch and shared memory, unless the user mounts something else there."""
+    taken = {m.mount_path.rstrip("/") for m in template.volume_mounts}
+    own: list[JsonObject] = [
+        {"name": "kubelora-scratch", "mountPath": _SCRATCH},
+        {"name": "kubelora-shared-memory", "mountPath": _SHARED_MEMORY},
+    ]
+    return [m for m in own if m["mountPath"] not in taken]
+
+
+def _mounts(template: PodTemplate, claims: dict[str, bool]) -> list[JsonObject]:
+    mounts = [
+        {"name": "kubelora-job", "mountPath": names.JOB_DIRECTORY, "readOnly": True},
+        *_own_mounts(template),
+    ]
+    for index, (claim, read_only) in enumerate(claims.items()):
+        mount: JsonObject = {
+            "name": f"kubelora-claim-{index}",
+            "mountPath": f"{names.CLAIMS_DIRECTORY}/{claim}",
+        }
+        mounts.append(mount | {"readOnly": True} if read_only else mount)
+    return mounts + [m.document() for m in template.volume_mounts]
+
+
+def _volumes(template: PodTemplate, claims: dict[str, bool], config_map: str) -> list[JsonObject]:
+    own = {m["name"] for m in _own_mounts(template)}
+    volumes: list[JsonObject] = [{"name": "kubelora-job", "configMap": {"name": config_map}}]
+    if "kubelora-scratch" in own:
+        volumes.append({"name": "kubelora-scratch", "emptyDir": {}})
+    if "kubelora-shared-memory" in own:
+        volumes.append(
+            {
+                "name": "kubelora-shared-memory",
+                "emptyDir": {"medium": "Memory", "sizeLimit": template.shared_memory_size},
+            }
+        )
+    for index, claim in enumerate(claims):
+        volumes.append(
+            {
+                "name": f"kubelora-claim-{index}",
+                "persistentVolumeClaim": {"claimName": claim},
+            }
+        )
+    return volumes + [v.document() for v in template.volumes]
+
+
+def _pod_security(template: PodTemplate) -> JsonObject:
+    ids = template.security_context
+    context: JsonObject = {
+        "runAsNonRoot": True,
+        "runAsUser": ids.run_as_user,
+        "runAsGroup": ids.run_as_group,
+        "fsGroup": ids.fs_group,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    if ids.supplemental_groups:
+        context["supplementalGroups"] = list(ids.supplemental_groups)
+    return context
+
+
+def _placement(template: PodTemplate) -> JsonObject:
+    """Where the pod may run; what is not set is left out, so that the cluster's defaults hold."""
+    placement: JsonObject = {
+        "nodeSelector": dict(template.node_selector),
+        "tolerations": list(template.tolerations),
+        "affinity": template.affinity,
+        "topologySpreadConstraints": list(template.topology_spread_constraints),
+        "priorityClassName": template.priority_class_name,
+        "runtimeClassName": template.runtime_class_name,
+        "serviceAccountName": template.service_account_name,
+        "imagePullSecrets": [s.document() for s in template.image_pull_secrets],
+    }
+    return {key: value for key, value in placement.items() if value}
