@@ -7,6 +7,8 @@
 # certificates. Nothing else is assumed of it: no `python`, no pip, no compiler.
 # Behind a private certificate authority pass its bundle, which leaves no trace in the images:
 #   --secret id=ca,src=/path/to/bundle.pem --build-arg SSL_CERT_FILE=/run/secrets/ca
+# Behind a package mirror name it: --build-arg PIP_INDEX_URL=... --build-arg UV_DEFAULT_INDEX=...
+# (an image's history keeps build arguments: no passwords there).
 # buildah needs --layers, or every build starts anew and each image is one layer.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
@@ -14,6 +16,7 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 # uv, which installs torch in seconds where pip takes minutes. It stays in this stage.
 FROM ${BASE_IMAGE} AS tools
 ARG SSL_CERT_FILE
+ARG PIP_INDEX_URL
 ARG UV_VERSION=0.13.9
 RUN --mount=type=secret,id=ca \
     python3 -m venv /opt/uv \
@@ -35,6 +38,7 @@ project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]; 
 # The product's own code, installed at the path where the images have their environment.
 FROM tools AS package
 ARG SSL_CERT_FILE
+ARG UV_DEFAULT_INDEX
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY crds ./crds
@@ -45,18 +49,21 @@ COPY trainer ./trainer
 RUN --mount=type=secret,id=ca \
     python3 -m venv --without-pip /opt/kubelora \
     && PYC_INVALIDATION_MODE=UNCHECKED_HASH /opt/uv/bin/uv pip install --quiet --no-cache --no-deps \
-        --compile-bytecode --python /opt/kubelora/bin/python3 /source
+        --compile-bytecode --python /opt/kubelora/bin/python3 /source \
+    && rm -f /opt/kubelora/.lock
 
 
 FROM tools AS operator-dependencies
 ARG SSL_CERT_FILE
+ARG UV_DEFAULT_INDEX
 COPY constraints.txt /requirements/
 COPY --from=requirements /requirements/operator.txt /requirements/
 RUN --mount=type=secret,id=ca \
     python3 -m venv --without-pip /opt/kubelora \
     && PYC_INVALIDATION_MODE=UNCHECKED_HASH /opt/uv/bin/uv pip install --quiet --no-cache \
         --compile-bytecode --python /opt/kubelora/bin/python3 \
-        -r /requirements/operator.txt -c /requirements/constraints.txt
+        -r /requirements/operator.txt -c /requirements/constraints.txt \
+    && rm -f /opt/kubelora/.lock
 
 
 # What both images share: the user, and an environment that writes nowhere but to /tmp.
@@ -91,6 +98,7 @@ CMD ["--help"]
 
 FROM runtime AS trainer
 ARG SSL_CERT_FILE
+ARG UV_DEFAULT_INDEX
 # Triton compiles a launcher with the C compiler and Python's headers when it first meets a kernel.
 # The base's own Python may bring its headers along.
 RUN --mount=type=secret,id=ca \
@@ -108,7 +116,8 @@ RUN --mount=type=secret,id=ca --mount=type=bind,from=tools,source=/opt/uv/bin,ta
     python3 -m venv --without-pip /opt/kubelora \
     && PYC_INVALIDATION_MODE=UNCHECKED_HASH /mnt/uv pip install --quiet --no-cache \
         --compile-bytecode --python /opt/kubelora/bin/python3 \
-        -r /opt/kubelora/requirements.txt -c /opt/kubelora/constraints.txt
+        -r /opt/kubelora/requirements.txt -c /opt/kubelora/constraints.txt \
+    && rm -f /opt/kubelora/.lock
 COPY --from=package /opt/kubelora /opt/kubelora
 ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="kubelora-trainer" \
