@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from .harness import cluster as local_cluster
-from .harness import gobuild, monitoring, teardown, volumes
+from .harness import gobuild, monitoring, volumes
 from .harness import images as product_images
 from .harness.images import Images
 from .harness.kubectl import Helm, Kubectl
@@ -45,7 +45,7 @@ def cluster(places: Places, is_local_cluster: bool) -> Iterator[Path]:
     was_up = local_cluster.is_healthy(places)
     yield local_cluster.up(places)
     if not was_up and not os.environ.get("KUBELORA_KEEP_CLUSTER"):
-        teardown.down(places)
+        local_cluster.down(places)
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +76,7 @@ def shell_image(places: Places, cluster: Path, is_local_cluster: bool) -> str:
 
 @pytest.fixture
 def namespace(kubectl: Kubectl) -> Iterator[str]:
-    """A namespace for one test; everything in it goes with it, and it is gone when the test ends."""
+    """A namespace for one test, gone with everything in it when the test ends."""
     name = f"test-{secrets.token_hex(4)}"
     kubectl("create", "namespace", name)
     yield name

@@ -17,7 +17,7 @@ def _up(places: Places, _: argparse.Namespace) -> int:
 
 
 def _down(places: Places, _: argparse.Namespace) -> int:
-    teardown.down(places)
+    cluster.down(places)
     return 0
 
 
@@ -32,7 +32,8 @@ def _tool(places: Places, arguments: argparse.Namespace) -> int:
 
 
 def _images(places: Places, _: argparse.Namespace) -> int:
-    cluster.up(places)
+    if images.uses_local_cluster(places):
+        cluster.up(places)
     built = images.ensure(places)
     print(f"export KUBELORA_OPERATOR_IMAGE={built.operator}")
     print(f"export KUBELORA_TRAINER_IMAGE={built.trainer}")

@@ -16,6 +16,7 @@ from . import addons, configs, gobuild, kernel, machine, processes, scratch, tea
 from .components import Component, all_components
 from .errors import HarnessError, tail
 from .kubectl import Kubectl
+from .locks import exclusive
 from .pki import write_pki
 from .places import Places
 from .probes import wait_until
@@ -30,8 +31,23 @@ def up(places: Places) -> Path:
     machine.require_root()
     machine.require_debian()
     machine.require_disk(places.state, 3, "for the cluster's state")
-    machine.install(machine.CLUSTER_PACKAGES)
     gobuild.ensure(places, (KUBERNETES, COREDNS, PAUSE))
+    with exclusive(places, "cluster"):
+        machine.install(machine.CLUSTER_PACKAGES)
+        _ensure_up(places)
+    say(f"the cluster is up ({time.monotonic() - started:.1f} s)")
+    return places.kubeconfig
+
+
+def down(places: Places) -> None:
+    """Stop the cluster and remove every trace of it."""
+    machine.require_root()
+    with exclusive(places, "cluster"):
+        teardown.down(places)
+
+
+def _ensure_up(places: Places) -> None:
+    kernel.refuse_other_owner(places.state)
     address = machine.node_address()
     if places.state.exists() and not _is_worth_keeping(places, address):
         say("removing what is left of an earlier cluster")
@@ -46,8 +62,6 @@ def up(places: Places) -> Path:
         elif component.name == "kube-apiserver":
             _grant_dns(places, address)
     _wait_for_node(places)
-    say(f"the cluster is up ({time.monotonic() - started:.1f} s)")
-    return places.kubeconfig
 
 
 def admin_kubectl(places: Places) -> Kubectl:

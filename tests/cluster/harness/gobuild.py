@@ -7,19 +7,18 @@ and are removed after a success; after a failure they stay, and the next try goe
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from . import machine
 from .errors import HarnessError, tail
+from .locks import exclusive
 from .places import Places
 from .report import say
 from .tools import MONITORING_CRDS, ToolFamily, family_of, path_of
@@ -39,7 +38,7 @@ def ensure(places: Places, families: Iterable[ToolFamily]) -> None:
     wanted = [family for family in families if family.missing(places)]
     if not wanted:
         return
-    with _lock(places):
+    with exclusive(places, "tools"):
         for family in wanted:
             if family.missing(places):  # another process may have built it meanwhile
                 machine.require_go()
@@ -178,16 +177,3 @@ def _drop_go_caches(places: Places) -> None:
     for name in ("go-build", "go-mod"):
         shutil.rmtree(places.build / name, ignore_errors=True)
     shutil.rmtree(places.build / MONITORING_CRDS.name, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _lock(places: Places) -> Iterator[None]:
-    """One build at a time in this cache, across processes."""
-    places.build.mkdir(parents=True, exist_ok=True)
-    with (places.build / ".lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another build in {places.build}")
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

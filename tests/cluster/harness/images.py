@@ -16,6 +16,7 @@ from pathlib import Path
 
 from . import buildah, machine, scratch, transfer
 from .errors import HarnessError
+from .locks import exclusive
 from .places import Places
 from .report import say
 
@@ -73,6 +74,13 @@ def ensure_target(places: Places, context: Path, target: str) -> str:
     name = f"localhost/kubelora-{target}:{fingerprint(context, target)}"
     if scratch.has_image(places, name):
         return name
+    with exclusive(places, "images"):
+        if not scratch.has_image(places, name):
+            _build_and_import(places, context, target, name)
+    return name
+
+
+def _build_and_import(places: Places, context: Path, target: str, name: str) -> None:
     machine.require_disk(places.cache, 8, f"to build the {target} image")
     buildah.ensure_base(places)
     started = time.monotonic()
@@ -88,14 +96,14 @@ def ensure_target(places: Places, context: Path, target: str) -> str:
     scratch.ctr(places, "images", "tag", "--force", name, f"{name.rpartition(':')[0]}:dev")
     _forget_old(places, name)
     buildah.prune(places)
-    return name
 
 
 def ensure_base_in_cluster(places: Places) -> str:
     """The base image, for tests that need a pod with a shell and Python in it."""
-    if not scratch.has_image(places, buildah.BASE_IMAGE):
-        buildah.ensure_base(places)
-        transfer.to_containerd(places, buildah.BASE_IMAGE)
+    with exclusive(places, "images"):
+        if not scratch.has_image(places, buildah.BASE_IMAGE):
+            buildah.ensure_base(places)
+            transfer.to_containerd(places, buildah.BASE_IMAGE)
     return buildah.BASE_IMAGE
 
 

@@ -17,6 +17,7 @@ from .settings import NFT_TABLE, POD_SUBNET
 
 _FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
 _CGROUPS = Path("/sys/fs/cgroup")
+_OWNER = Path("/run/kubelora-cluster.owner")
 _KUBE_PROXY_TABLES = ("ip kube-proxy", "ip6 kube-proxy")
 
 
@@ -30,8 +31,19 @@ def refuse_foreign_kubelet() -> None:
         )
 
 
+def refuse_other_owner(state: Path) -> None:
+    """Tables, cgroups and links are the machine's, so it has room for one cluster."""
+    owner = Path(_OWNER.read_text().strip()) if _OWNER.exists() else state
+    if owner != state and owner.exists():
+        raise HarnessError(
+            f"A cluster with its state in {owner} exists on this machine, and this command is "
+            f"about {state}. Set KUBELORA_STATE={owner} to mean that one, or take it down first."
+        )
+
+
 def prepare(places: Places) -> None:
     """Forward packets between pods and the world, and masquerade those that leave."""
+    _OWNER.write_text(f"{places.state}\n")
     before = places.state / "ip_forward.before"
     if not before.exists():
         before.write_text(_FORWARD.read_text())
@@ -51,6 +63,7 @@ def undo(places: Places) -> None:
     before = places.state / "ip_forward.before"
     if before.exists():
         _FORWARD.write_text(before.read_text())
+    _OWNER.unlink(missing_ok=True)
 
 
 def tables() -> list[str]:

@@ -27,6 +27,7 @@ _SHIM_SOCKETS = Path("/run/containerd/s")
 
 def down(places: Places) -> None:
     """Stop everything and remove it. Does nothing, quietly, when there is nothing."""
+    kernel.refuse_other_owner(places.state)
     if not places.state.exists() and not check_clean(places):
         return
     say("stopping the cluster")
