@@ -1,8 +1,8 @@
 """The alert rules as data: one for each numerical threshold, and a few for jobs and the operator.
 
-Limits, windows and severities come from the table that the in-pod watchdog reads too, metric names
-from the contract, so an alert cannot drift from what the trainer judges and exports. What the person
-who installs the chart decides (`Knob`) stays a placeholder that the chart fills in.
+Limits, windows and severities come from the table that the in-pod watchdog reads too, metric
+names from the contract, so an alert cannot drift from what the trainer judges and exports. What
+the person who installs the chart decides (`Knob`) stays a placeholder that the chart fills in.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from kubelora_api.names import LABEL_JOB, LABEL_NAME, OPERATOR_APP, SHORT_NAME
 from kubelora_api.thresholds import THRESHOLDS, Threshold
 
 JOB_LABELS = "namespace, name"
-"""What tells a training job: the pod's namespace, and the name that the PodMonitor takes from it."""
+"""What tells a training job: the pod's namespace, and the name that its PodMonitor reads off it."""
 
 
 class Knob(StrEnum):
@@ -144,8 +144,9 @@ def _alert(threshold: Threshold, expr: str, hold: str) -> Alert:
         severity=threshold.severity,
         labels={"finding": threshold.finding},
         summary=f"{_JOB}: {threshold.sentence}",
-        description=f"In the worst group of layers, {what}: {value} (alert {threshold.op} {limit}). "
-        f"{threshold.reason} {threshold.sentence} See which layers and since which step: {_DESCRIBE}",
+        description=f"In the worst group of layers, {what}: {value} "
+        f"(alert {threshold.op} {limit}). {threshold.reason} {threshold.sentence} "
+        f"See which layers and since which step: {_DESCRIBE}",
     )
 
 
@@ -181,8 +182,9 @@ def training_stalled() -> Alert:
         hold="",
         severity="warning",
         summary=f"{_JOB} has made no optimizer step for {silence}",
-        description="Training stands at optimizer step {{ $value }}, though the last step took less "
-        f"than a tenth of {silence}. A hanging volume or GPU is likely. See what it waits for: "
+        description="Training stands at optimizer step {{ $value }}, though the last step took "
+        f"less than a tenth of {silence}. A volume or GPU that hangs is likely. "
+        "See what it waits for: "
         "kubectl logs -n {{ $labels.namespace }} "
         f"-l {LABEL_JOB}={{{{ $labels.name }}}} --tail=50",
     )
@@ -198,8 +200,8 @@ def telemetry_missing() -> Alert:
         hold=str(Knob.UNSEEN_FOR),
         severity="warning",
         summary="Jobs in {{ $labels.namespace }} train without being scraped",
-        description="{{ $value }} jobs run in {{ $labels.namespace }} and Prometheus has metrics of "
-        "fewer: their gradients are not watched by the other alerts. Check the targets of the "
+        description="{{ $value }} jobs run in {{ $labels.namespace }} and Prometheus has metrics "
+        "of fewer: their gradients are not watched by the other alerts. Check the targets of the "
         "training pods' PodMonitor, and whether a NetworkPolicy blocks port metrics: "
         f"kubectl get {SHORT_NAME} -n {{{{ $labels.namespace }}}}",
     )

@@ -7,9 +7,9 @@ link without a warning. `python -m charts.generate` from the repository's root w
 from pathlib import Path
 
 import yaml
-from kubelora_api.crd import custom_resource_definition
 
 from charts.alert_rules import groups
+from kubelora_api.crd import custom_resource_definition
 
 FILES = Path(__file__).parent / "kubelora" / "files"
 CRD_HEADER = "# Generated from crds/kubelora_api by `python -m charts.generate`. Do not edit.\n"

@@ -1,0 +1,192 @@
+"""What Prometheus scrapes, and that its rules are those of the contract."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kubelora_api import metrics, names
+from kubelora_api.thresholds import THRESHOLDS
+from tests.chart import programs
+from tests.chart.rendering import (
+    CHART,
+    FULLNAME,
+    MONITORING,
+    NAMESPACE,
+    NAMESPACED,
+    Helm,
+    Object,
+    of_kind,
+    one,
+)
+
+ALERT_TESTS = sorted((Path(__file__).parent / "alerts").glob("*.yaml"))
+
+
+def rules_of(objects: list[Object]) -> list[Object]:
+    return [r for g in one(objects, "PrometheusRule")["spec"]["groups"] for r in g["rules"]]
+
+
+def alerts_of(objects: list[Object]) -> dict[str, Object]:
+    return {r["alert"]: r for r in rules_of(objects) if "alert" in r}
+
+
+def test_nothing_needs_the_prometheus_operator_unless_asked_for(helm: Helm) -> None:
+    assert not [o for o in helm.render({}) if "monitoring.coreos.com" in o["apiVersion"]]
+
+
+def test_training_pods_are_found_by_the_contracts_names_and_told_by_namespace_and_name(
+    helm: Helm,
+) -> None:
+    spec = one(helm.render(MONITORING), "PodMonitor", f"{FULLNAME}-training")["spec"]
+    (endpoint,) = spec["podMetricsEndpoints"]
+
+    assert spec["selector"]["matchLabels"] == {names.LABEL_NAME: names.TRAINER_APP}
+    assert spec["namespaceSelector"] == {"any": True}
+    assert endpoint["port"] == names.METRICS_PORT_NAME
+    discovered = "__meta_kubernetes_pod_label_"
+    assert {r["targetLabel"]: r["sourceLabels"] for r in endpoint["relabelings"]} == {
+        "name": [discovered + re.sub(r"\W", "_", names.LABEL_JOB)],
+        "attempt": [discovered + re.sub(r"\W", "_", names.LABEL_ATTEMPT)],
+    }
+
+
+def test_only_served_namespaces_are_scraped(helm: Helm) -> None:
+    spec = one(helm.render(NAMESPACED), "PodMonitor", f"{FULLNAME}-training")["spec"]
+
+    assert spec["namespaceSelector"] == {"matchNames": ["lab", "studio"]}
+
+
+def test_the_operators_series_keep_the_namespace_of_the_job_they_tell_of(helm: Helm) -> None:
+    objects = helm.render(MONITORING)
+    spec = one(objects, "PodMonitor", f"{FULLNAME}-operator")["spec"]
+    (endpoint,) = spec["podMetricsEndpoints"]
+    pod = one(objects, "Deployment")["spec"]["template"]
+
+    assert endpoint["honorLabels"] is True
+    assert spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert endpoint["port"] in [p["name"] for p in pod["spec"]["containers"][0]["ports"]]
+
+
+def test_monitors_and_rules_carry_the_labels_that_a_prometheus_selects_by(helm: Helm) -> None:
+    labels = {"release": "kube-prometheus-stack"}
+    objects = helm.render(
+        {
+            "monitoring": {
+                "podMonitor": {"enabled": True, "labels": labels},
+                "rules": {"enabled": True, "labels": labels},
+            }
+        }
+    )
+
+    for o in [*of_kind(objects, "PodMonitor"), *of_kind(objects, "PrometheusRule")]:
+        assert labels.items() <= o["metadata"]["labels"].items()
+
+
+def test_every_finding_of_the_table_has_an_alert_of_its_name_severity_and_limit(helm: Helm) -> None:
+    alerts = alerts_of(helm.render(MONITORING))
+
+    for threshold in THRESHOLDS:
+        alert = alerts[f"Kubelora{threshold.finding}"]
+        assert alert["labels"]["severity"] == threshold.severity
+        assert f" {threshold.op} {threshold.limit:g}" in alert["expr"]
+        assert threshold.sentence in alert["annotations"]["summary"]
+
+
+def test_rules_read_no_metric_that_nobody_exports(helm: Helm) -> None:
+    rules = rules_of(helm.render(MONITORING))
+    exported = {m.name for m in (*metrics.TRAINER_METRICS, *metrics.OPERATOR_METRICS)}
+    recorded = {r["record"] for r in rules if "record" in r}
+
+    read = {word for r in rules for word in re.findall(r"\bkubelora[\w:]+", r["expr"])}
+    assert read - recorded <= exported
+    assert recorded <= read
+
+
+def test_every_alert_says_what_to_do_with_a_command(helm: Helm) -> None:
+    for alert in alerts_of(helm.render(MONITORING)).values():
+        assert alert["labels"]["severity"] in ("warning", "critical")
+        assert "kubectl " in alert["annotations"]["description"]
+        assert alert["annotations"]["summary"]
+
+
+def test_times_follow_the_values_and_no_placeholder_is_left(helm: Helm) -> None:
+    objects = helm.render(
+        {
+            "monitoring": {
+                "podMonitor": {"enabled": True, "interval": "1s"},
+                "rules": {
+                    "enabled": True,
+                    "window": "20s",
+                    "for": "3s",
+                    "stalledAfterSeconds": 77,
+                    "operatorAbsentFor": "4s",
+                    "unseenFor": "5s",
+                },
+            }
+        }
+    )
+    alerts = alerts_of(objects)
+    group = one(objects, "PrometheusRule")["spec"]["groups"][0]
+
+    assert "$(" not in yaml.safe_dump(one(objects, "PrometheusRule"))
+    assert group["interval"] == "1s"
+    assert alerts["KubeloraUpdatesLost"]["for"] == "3s"
+    assert "[20s]" in alerts["KubeloraUpdatesLost"]["expr"]
+    assert "offset 77s" in alerts["KubeloraTrainingStalled"]["expr"]
+    assert alerts["KubeloraOperatorAbsent"]["for"] == "4s"
+    assert alerts["KubeloraOperatorAbsent"]["labels"]["namespace"] == NAMESPACE
+    assert alerts["KubeloraTelemetryMissing"]["for"] == "5s"
+
+
+def test_one_non_finite_gradient_is_enough_whatever_the_hold_time(helm: Helm) -> None:
+    assert "for" not in alerts_of(helm.render(MONITORING))["KubeloraGradientNonFinite"]
+
+
+def test_alerts_take_labels_for_routing_and_can_be_left_out(helm: Helm) -> None:
+    objects = helm.render(
+        {
+            "monitoring": {
+                "rules": {
+                    "enabled": True,
+                    "alertLabels": {"team": "studio"},
+                    "disabled": ["KubeloraJobFailed"],
+                }
+            }
+        }
+    )
+    alerts = alerts_of(objects)
+
+    assert {a["labels"]["team"] for a in alerts.values()} == {"studio"}
+    assert "KubeloraJobFailed" not in alerts
+    assert "KubeloraTrainingStalled" in alerts
+
+
+def test_promtool_accepts_the_rules(rule_file: Path, promtools: list[Path]) -> None:
+    for promtool in promtools:
+        programs.run(promtool, "check", "rules", rule_file)
+
+
+@pytest.mark.parametrize("file", ALERT_TESTS, ids=lambda f: f.stem)
+def test_alerts_fire_and_stay_silent_as_told_in(
+    file: Path, rule_file: Path, promtools: list[Path]
+) -> None:
+    copy = rule_file.parent / file.name
+    copy.write_text(file.read_text())
+
+    for promtool in promtools:
+        programs.run(promtool, "test", "rules", file.name, folder=rule_file.parent)
+
+
+def test_every_alert_is_shown_firing_and_silent(helm: Helm) -> None:
+    told = "".join(f.read_text() for f in ALERT_TESTS)
+    defined = set(alerts_of(helm.render(MONITORING)))
+
+    assert set(re.findall(r'alertname="(\w+)",alertstate="firing"', told)) == defined
+
+
+def test_the_generated_rules_are_no_templates_of_helm() -> None:
+    text = (CHART / "files" / "rules.yaml").read_text()
+
+    assert all(v.startswith("$") for v in re.findall(r"{{ *(\S+)", text))
