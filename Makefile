@@ -48,6 +48,18 @@ dev: $(VENV)/.dev ## Install all that development needs into .venv
 test: dev ## Run every tier that this machine can run
 	@$(PY) -m tests.tiers $(TIERS)
 
+.PHONY: cluster-up
+cluster-up: $(VENV)/.trainer ## Start a real one-node Kubernetes here (root, Go); prints the KUBECONFIG to export
+	@$(PY) -m tests.cluster.harness up
+
+.PHONY: cluster-images
+cluster-images: $(VENV)/.trainer ## Build the operator's and the trainer's image and hand them to that cluster
+	@$(PY) -m tests.cluster.harness images
+
+.PHONY: cluster-down
+cluster-down: $(VENV)/.trainer ## Stop that cluster and take away all it left
+	@$(PY) -m tests.cluster.harness down
+
 .PHONY: lint
 lint: dev ## Style, types and walls between the rooms
 	@$(PY) -m tests.tiers lint
@@ -59,6 +71,7 @@ format: dev ## Format the code
 .PHONY: generate
 generate: dev ## Write generated files anew: the CRD, the alert rules, the metric reference
 	@$(PY) crds/generate.py
+	@$(PY) charts/generate.py
 
 .PHONY: clean
 clean: ## Remove what builds and runs left (the virtual environment stays)
