@@ -1,0 +1,1 @@
+"""The operator's rules, manifests and queue; what needs an API server is in tests/cluster."""
