@@ -23,3 +23,8 @@ def learning_rate(training: Training, step: int, total_steps: int) -> float:
     remaining = max(1, total_steps - schedule.warmup_steps)
     done = min(1.0, (step - schedule.warmup_steps) / remaining)
     return peak * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def steps_that_moved(training: Training, step: int) -> int:
+    """How many of the first ``step`` optimizer steps had a rate above 0: warm-up begins with 0."""
+    return max(0, step - 1) if training.schedule.warmup_steps else step

@@ -14,11 +14,11 @@ from kubelora_api.spec import Training
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.optimizer import FlatAdamW, clip_coefficient
+from kubelora_trainer.order import Plan
 from kubelora_trainer.reporting import PolicyFailure, Reporter
 from kubelora_trainer.schedule import learning_rate
 from kubelora_trainer.startup_contract import ReachedModules
 from kubelora_trainer.telemetry import GradientTelemetry, PendingNumbers, StepFacts
-from kubelora_trainer.window import WindowPlan
 
 JUDGED_RATE_SHARE = 0.01
 """Below this share of the peak rate (warm-up from 0, a cosine's tail) even fp32 rounds updates
@@ -42,7 +42,7 @@ class Parts:
     """What a run is made of."""
 
     training: Training
-    windows: WindowPlan
+    plan: Plan
     objective: Callable[[int], MicroBatch]
     buffers: AdapterBuffers
     optimizer: FlatAdamW
@@ -65,7 +65,7 @@ def train(
     Raises NumericalError before a wrong number reaches a weight, and under the health policy Fail.
     """
     reached = ReachedModules(parts.buffers)
-    while position.step < parts.windows.total_steps:
+    while position.step < parts.plan.optimizer_steps:
         position = accumulate_window(parts, position, reached, stop)
         try:
             parts.reporter.drain()
@@ -76,7 +76,7 @@ def train(
             return position
         pending, position = take_step(parts, position)
         parts.reporter.expect(pending)
-        if position.step % checkpoint_every == 0 or position.step == parts.windows.total_steps:
+        if position.step % checkpoint_every == 0 or position.step == parts.plan.optimizer_steps:
             parts.reporter.drain()
             checkpoint(position)
         after_step(position)
@@ -87,14 +87,13 @@ def accumulate_window(
     parts: Parts, position: RunPosition, reached: ReachedModules, stop: Callable[[], bool]
 ) -> RunPosition:
     """Run the window's micro-steps that are still to do; gradients sum up in the flat buffer."""
-    end = parts.windows.end_of_window(position.step)
-    begin = parts.windows.begin_of_window(position.step)
+    window = parts.plan.window(position.step)
     loss, samples, micro_step = position.window_loss, position.window_samples, position.micro_step
     absorption = parts.telemetry.absorption
-    if end - begin < 2:
+    if len(window) < 2:
         absorption.skip()
-    while micro_step < end and not stop():
-        probed = micro_step == end - 1 and end - begin > 1
+    while micro_step < window.stop and not stop():
+        probed = micro_step == window.stop - 1 and len(window) > 1
         if probed:
             absorption.begin()
         micro_batch = parts.objective(micro_step)
@@ -111,7 +110,7 @@ def accumulate_window(
 def take_step(parts: Parts, position: RunPosition) -> tuple[PendingNumbers, RunPosition]:
     """Turn the finished window into one optimizer step."""
     buffers, telemetry = parts.buffers, parts.telemetry
-    rate = learning_rate(parts.training, position.step, parts.windows.total_steps)
+    rate = learning_rate(parts.training, position.step, parts.plan.optimizer_steps)
     buffers.assert_bound()
     buffers.normalise(position.window_samples)
     norm = telemetry.measure_gradient()

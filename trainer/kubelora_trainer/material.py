@@ -1,0 +1,112 @@
+"""What a run trains on: model, adapter, data and objective, opened from the job's places.
+
+Everything that can be wrong about a job's inputs is found here, before the first step.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kubelora_api.names import OutputPath
+from kubelora_api.spec import JobSpec
+from kubelora_trainer.adapter import AdapterModule, add_adapter
+from kubelora_trainer.atomic_files import writing_to
+from kubelora_trainer.base_model import BaseModel, load_base_model
+from kubelora_trainer.buffers import Factor
+from kubelora_trainer.dataset import Dataset, open_dataset
+from kubelora_trainer.diffusion import SdxlObjective
+from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.output import OutputFolder
+from kubelora_trainer.places import resolve_input
+from kubelora_trainer.precision import DTYPES
+from kubelora_trainer.preflight import write_report
+from kubelora_trainer.threads import cpu_quota, thread_count, usable_cores
+
+
+@dataclass(frozen=True)
+class Material:
+    """The opened inputs of a run."""
+
+    base: BaseModel
+    modules: tuple[AdapterModule, ...]
+    dataset: Dataset
+    objective: SdxlObjective
+
+    @property
+    def factors(self) -> list[Factor]:
+        """Both factors of every module, in the modules' order."""
+        return [
+            Factor(module.name, f"{module.group_block}.{name}", parameter)
+            for module in self.modules
+            for name, parameter in (("lora_A", module.lora_a), ("lora_B", module.lora_b))
+        ]
+
+
+def open_material(
+    spec: JobSpec,
+    mounts: Mapping[str, Path],
+    output: OutputFolder,
+    say: Callable[[str], None],
+) -> Material:
+    """Open dataset (first, it is quick to judge), model and adapter.
+
+    Raises ConfigurationError for whatever is missing, damaged or of another kind.
+    """
+    device = choose_device(spec, torch.cuda.is_available())
+    model_folder = resolve_input(
+        spec.model.uri, mounts, content="model", variant=spec.model.variant
+    )
+    vae = resolve_input(spec.model.vae, mounts, content="vae") if spec.model.vae else None
+    dataset = open_dataset(resolve_input(spec.dataset.uri, mounts), spec.dataset)
+    with writing_to(output.path):
+        write_report(dataset.report, output.place(OutputPath.PREFLIGHT))
+    report = dataset.report
+    say(
+        f"data: {report.used} of {report.found} images, {report.without_caption} without caption, "
+        f"{report.upscaled} smaller than {report.resolution} px"
+    )
+    base = load_base_model(
+        model_folder,
+        variant=spec.model.variant,
+        vae=vae,
+        dtype=DTYPES[spec.precision.compute],
+        device=device,
+    )
+    modules = add_adapter(base.unet, spec.adapter, spec.training.seed)
+    limit_threads(sum(p.numel() for p in base.unet.parameters()))
+    say(
+        f"model: {model_folder} on {device}; adapter: {len(modules)} modules, "
+        f"{sum(m.lora_a.numel() + m.lora_b.numel() for m in modules):,} parameters"
+    )
+    return Material(base, modules, dataset, SdxlObjective(base, dataset, spec))
+
+
+def choose_device(spec: JobSpec, cuda: bool) -> torch.device:
+    """The device that the job asks for. cuda: whether there is a usable one.
+
+    Raises ConfigurationError rather than train on a CPU where a GPU was meant.
+    """
+    wanted = spec.training.device
+    if wanted == "cpu" or (wanted == "auto" and not cuda and spec.workers.gpus_per_node == 0):
+        return torch.device("cpu")
+    if not cuda:
+        why = (
+            "spec.training.device is cuda"
+            if wanted == "cuda"
+            else f"spec.workers.gpusPerNode is {spec.workers.gpus_per_node}"
+        )
+        raise ConfigurationError(
+            f"no usable CUDA GPU here, but {why}; to train on the CPU, say so with "
+            "--set spec.training.device=cpu"
+        )
+    return torch.device("cuda")
+
+
+def limit_threads(parameters: int) -> None:
+    """Let torch use as many threads as are of use."""
+    threads = thread_count(parameters, os.environ, usable_cores(), cpu_quota())
+    if threads is not None:
+        torch.set_num_threads(threads)

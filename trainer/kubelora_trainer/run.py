@@ -1,0 +1,268 @@
+"""One run from its job to its last word: claim the output, train, export, report.
+
+`train.py` is the training itself; this is what surrounds it, in order, and what makes sure that
+every way to end leaves a manifest, a report and a sentence.
+"""
+
+import time
+
+import torch
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+
+from kubelora_api.job import LoraTrainingJob
+from kubelora_api.names import METRICS_PORT, ExitCode, OutputPath
+from kubelora_api.report import RunReport
+from kubelora_api.status import Artifact
+from kubelora_trainer.adapter import AdapterModule
+from kubelora_trainer.atomic_files import writing_to
+from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.checkpoint import RunPosition, resume, save_checkpoint
+from kubelora_trainer.ending import conclude
+from kubelora_trainer.errors import ConfigurationError, Interrupted, RunEnded
+from kubelora_trainer.export import export_diffusers, verify_export
+from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.material import Material, open_material
+from kubelora_trainer.optimizer import FlatAdamW
+from kubelora_trainer.order import plan_of
+from kubelora_trainer.output import (
+    Manifest,
+    OutputFolder,
+    artifact_of,
+    claim_output,
+)
+from kubelora_trainer.places import resolve_output
+from kubelora_trainer.precision import describe_memory, lossy_warnings, plan_precision
+from kubelora_trainer.progress import open_progress
+from kubelora_trainer.reporting import Reporter
+from kubelora_trainer.run_context import Run, RunOptions
+from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.samples import draw_samples
+from kubelora_trainer.schedule import steps_that_moved
+from kubelora_trainer.startup_contract import FirstGradients, check_dtypes, check_fresh_adapter
+from kubelora_trainer.stop_request import StopRequest
+from kubelora_trainer.summary import RunSummary, summary_text
+from kubelora_trainer.telemetry import GradientTelemetry
+from kubelora_trainer.train import Parts, train
+
+
+def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, console: Console) -> None:
+    """Run ``job`` to its end. Raises RunEnded, after everything has been recorded and reported."""
+    run = Run(job, options, stop, console)
+    try:
+        message, artifacts = _run(run)
+    except RunEnded as ended:
+        conclude(run, ended.exit_code, str(ended), [])
+        raise
+    except Exception as error:
+        conclude(run, ExitCode.INTERNAL, f"not foreseen: {error!r}", [])
+        raise
+    conclude(run, ExitCode.DONE, message, artifacts)
+
+
+def _run(run: Run) -> tuple[str, list[Artifact]]:
+    """Everything from the output folder to the exported adapter; returns the last sentence."""
+    place = resolve_output(run.job.spec.output.uri, run.options.mounts)
+    claimed = claim_output(place, run.job, run.options.attempt, run.warn)
+    if isinstance(claimed, Manifest):
+        run.say(f"{run.job.metadata.name}: already done, see {place}; nothing to do")
+        return "already done", claimed.artifacts
+    run.folder = claimed
+    registry = CollectorRegistry()
+    metrics = TrainerMetrics(registry, plan_precision(run.job.spec.precision))
+    run.exporter = _serve(run, claimed, registry)
+    material = open_material(run.job.spec, run.options.mounts, claimed, run.say)
+    try:
+        return _train_and_export(run, claimed, metrics, run.exporter, material)
+    finally:
+        material.objective.close()
+
+
+def _train_and_export(
+    run: Run,
+    folder: OutputFolder,
+    metrics: TrainerMetrics,
+    exporter: Exporter,
+    material: Material,
+) -> tuple[str, list[Artifact]]:
+    spec, name = run.job.spec, run.job.metadata.name
+    precision = plan_precision(spec.precision)
+    buffers = AdapterBuffers(material.factors, precision)
+    optimizer = FlatAdamW(buffers, spec.training.optimizer)
+    plan = plan_of(spec.training, material.objective.order)
+    position = _begin(run, folder, buffers, optimizer)
+    metrics.plan_steps(position.step, plan.optimizer_steps)
+    exporter.report = exporter.report.model_copy(
+        update={"phase": "Training", "step": position.step, "total_steps": plan.optimizer_steps}
+    )
+    run_log = RunLog(folder, buffers.slots, position.step)
+    with open_progress(run.console, plan.optimizer_steps, position.step) as progress:
+        reporter = Reporter(
+            slots=buffers.slots,
+            policy=spec.health,
+            metrics=metrics,
+            exporter=exporter,
+            run_log=run_log,
+            progress=progress,
+            first_gradients=FirstGradients(
+                buffers.slots, steps_that_moved(spec.training, position.step)
+            ),
+            position=position,
+        )
+        parts = Parts(
+            training=spec.training,
+            plan=plan,
+            objective=material.objective,
+            buffers=buffers,
+            optimizer=optimizer,
+            telemetry=GradientTelemetry(buffers, optimizer.first_moment),
+            reporter=reporter,
+        )
+
+        def checkpoint(reached: RunPosition) -> None:
+            run_log.flush()
+            saved = save_checkpoint(
+                folder,
+                buffers,
+                optimizer,
+                reporter.position(reached),
+                reached.micro_step - plan.window(reached.step).start,
+                spec.checkpoint.keep,
+            )
+            reporter.checkpointed(saved, folder)
+
+        def samples(reached: RunPosition) -> None:
+            every = spec.validation.every_steps
+            if every and reached.step % every == 0 and reached.step < plan.optimizer_steps:
+                _draw(run, folder, material, reached.step)
+
+        position = train(
+            parts,
+            position,
+            stop=lambda: run.stop.requested,
+            checkpoint=checkpoint,
+            checkpoint_every=spec.checkpoint.every_steps,
+            after_step=samples,
+        )
+        if position.step < plan.optimizer_steps:
+            checkpoint(position)
+    _leave_if_asked(run, position.step, plan.optimizer_steps)
+    reporter.phase("Exporting")
+    artifacts = _export(folder, material, buffers)
+    _draw(run, folder, material, position.step)
+    _leave_if_asked(run, position.step, plan.optimizer_steps)
+    log = run_log.finish()
+    artifacts.append(artifact_of(folder, log))
+    folder.write_manifest("Done", artifacts=artifacts)
+    summary = RunSummary(
+        name=name,
+        steps=position.step,
+        seconds=time.monotonic() - run.begun,
+        loss=exporter.report.loss,
+        health=reporter.watch.status(),
+        norm_range=reporter.norm_range,
+        adapter=folder.place(OutputPath.DIFFUSERS_WEIGHTS),
+        samples=folder.place(OutputPath.SAMPLES) if spec.validation.prompts else None,
+        log=log,
+        model=material.base.folder,
+        prompt=spec.validation.prompts[0] if spec.validation.prompts else "a photo",
+        edge=spec.dataset.resolution,
+    )
+    run.say("\n" + summary_text(summary))
+    return f"{position.step} steps done, {reporter.watch.verdict}", artifacts
+
+
+def _begin(
+    run: Run, folder: OutputFolder, buffers: AdapterBuffers, optimizer: FlatAdamW
+) -> RunPosition:
+    """Resume or start afresh; check and print the start-up contract."""
+    resumed = resume(folder, buffers, optimizer, run.warn)
+    run.say(f"contract: {check_dtypes(buffers, optimizer)}")
+    run.say(f"memory of the adapter: {describe_memory(buffers.plan, buffers.numel)}")
+    for sentence in lossy_warnings(buffers.plan):
+        run.warn(sentence)
+    if resumed is None:
+        check_fresh_adapter(buffers)
+        run.say("contract: a fresh adapter, |B·A| = 0")
+        no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
+        return RunPosition(window_loss=no_loss)
+    position, saved = resumed
+    run.say(f"resuming from {saved.path} at step {position.step}")
+    return position
+
+
+def _serve(run: Run, folder: OutputFolder, registry: CollectorRegistry) -> Exporter:
+    """Begin to serve metrics; in a pod on the contract's port alone."""
+    options = run.options
+    port = options.metrics_port
+    if port is None:
+        port = METRICS_PORT if options.in_pod else 0
+    report = RunReport(run_id=folder.run_id, attempt=folder.attempt, phase="Starting")
+    try:
+        exporter = Exporter(
+            registry, report, port, any_port=not options.in_pod, everywhere=options.in_pod
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            f"the metrics port {port} can't be opened ({error.strerror}); another process of "
+            "this pod holds it"
+        ) from error
+    if port not in (0, exporter.port):
+        run.warn(f"port {port} is taken, so metrics are on port {exporter.port}")
+    run.say(f"metrics: http://localhost:{exporter.port}/metrics")
+    return exporter
+
+
+def _export(folder: OutputFolder, material: Material, buffers: AdapterBuffers) -> list[Artifact]:
+    """Write the adapter from the masters, load it as a user would, and compare."""
+    folder.assert_ours()
+    with writing_to(folder.place(OutputPath.ADAPTER)):
+        exported = export_diffusers(
+            material.base.unet,
+            material.modules,
+            folder.path,
+            masters=_masters_of(material.modules, buffers),
+        )
+    verify_export(
+        material.base.folder,
+        folder.place(OutputPath.ADAPTER),
+        material.base.unet,
+        material.modules,
+        variant=folder.job.spec.model.variant,
+    )
+    return [artifact_of(folder, file.path) for file in exported]
+
+
+def _masters_of(
+    modules: tuple[AdapterModule, ...], buffers: AdapterBuffers
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Masters of (lora_A, lora_B) of each module, in the modules' order."""
+    by_name = {slot.factor.name: slot.of(buffers.masters) for slot in buffers.slots}
+    return [(by_name[f"{m.name}.lora_A"], by_name[f"{m.name}.lora_B"]) for m in modules]
+
+
+def _draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None:
+    spec = run.job.spec
+    if spec.validation.prompts:
+        folder.assert_ours()
+        draw_samples(
+            material.base,
+            material.base.unet,
+            spec.validation,
+            folder.place(OutputPath.SAMPLES),
+            step,
+            resolution=spec.dataset.resolution,
+        )
+
+
+def _leave_if_asked(run: Run, step: int, total: int) -> None:
+    """After SIGTERM or Ctrl-C: the checkpoint is saved, so say how to go on."""
+    if run.stop.requested:
+        how = (
+            "the next attempt goes on from there"
+            if run.options.in_pod
+            else f"to go on: {run.options.resume_command}"
+        )
+        raise Interrupted(
+            f"stopped by {run.stop.name} at step {step} of {total}; a checkpoint is saved, {how}"
+        )

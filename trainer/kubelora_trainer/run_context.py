@@ -1,0 +1,53 @@
+"""A run as its parts share it: the job, what surrounds it, and a way to say something."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from kubelora_api.job import LoraTrainingJob
+from kubelora_trainer.exporter import Exporter
+from kubelora_trainer.output import OutputFolder
+from kubelora_trainer.stop_request import StopRequest
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line and the pod's environment say beside the job.
+
+    mounts: folder of each claim that ``--mount`` names. attempt: the operator's count, None
+    locally. resume_command: what to type to go on after an interruption.
+    """
+
+    mounts: Mapping[str, Path]
+    metrics_port: int | None
+    attempt: int | None
+    termination_log: Path | None
+    resume_command: str
+
+    @property
+    def in_pod(self) -> bool:
+        """Whether an operator counts the attempts."""
+        return self.attempt is not None
+
+
+class Run:
+    """A run in progress: where it reports to, and what it says."""
+
+    def __init__(
+        self, job: LoraTrainingJob, options: RunOptions, stop: StopRequest, console: Console
+    ) -> None:
+        self.job, self.options, self.stop, self.console = job, options, stop, console
+        self.begun = time.monotonic()
+        self.folder: OutputFolder | None = None
+        self.exporter: Exporter | None = None
+
+    def say(self, sentence: str) -> None:
+        """One line for the person, or the pod's log."""
+        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, sentence: str) -> None:
+        """A line that must not be missed."""
+        self.say(f"warning: {sentence}")
