@@ -74,13 +74,23 @@ def shell_image(places: Places, cluster: Path, is_local_cluster: bool) -> str:
     return product_images.ensure_base_in_cluster(places)
 
 
+@pytest.fixture(scope="session")
+def ended_namespaces(kubectl: Kubectl) -> Iterator[list[str]]:
+    """Namespaces whose deletion has begun; it takes seconds each, so it is awaited once."""
+    names: list[str] = []
+    yield names
+    for name in names:
+        kubectl("wait", "--for=delete", f"namespace/{name}", "--timeout=120s")
+
+
 @pytest.fixture
-def namespace(kubectl: Kubectl) -> Iterator[str]:
-    """A namespace for one test, gone with everything in it when the test ends."""
+def namespace(kubectl: Kubectl, ended_namespaces: list[str]) -> Iterator[str]:
+    """A namespace for one test, deleted with everything in it when the test ends."""
     name = f"test-{secrets.token_hex(4)}"
     kubectl("create", "namespace", name)
     yield name
-    kubectl("delete", "namespace", name, "--timeout=90s")
+    kubectl("delete", "namespace", name, "--wait=false")
+    ended_namespaces.append(name)
     volumes.release_volumes(kubectl, name)
 
 

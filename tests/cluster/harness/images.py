@@ -100,6 +100,8 @@ def _build_and_import(places: Places, context: Path, target: str, name: str) -> 
 
 def ensure_base_in_cluster(places: Places) -> str:
     """The base image, for tests that need a pod with a shell and Python in it."""
+    if scratch.has_image(places, buildah.BASE_IMAGE):
+        return buildah.BASE_IMAGE  # without waiting for a build that may be under way
     with exclusive(places, "images"):
         if not scratch.has_image(places, buildah.BASE_IMAGE):
             buildah.ensure_base(places)
