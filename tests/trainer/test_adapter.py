@@ -41,7 +41,7 @@ def test_adapter_weights_are_fp32_on_a_bf16_model(demo: DemoPaths) -> None:
 
 
 def test_sdxls_seventy_blocks_give_560_attention_layers(full_demo: DemoPaths) -> None:
-    """2 x 2 + 2 x 10 down, 10 mid, 3 x 10 + 3 x 2 up: 70 blocks of two attentions, four layers each."""
+    """2 x 2 + 2 x 10 down, 10 mid, 3 x 10 + 3 x 2 up: 70 blocks of 2 attentions of 4 layers."""
     modules = add_adapter(_unet(full_demo), Adapter(rank=1), 0)
     blocks = [module.group_block for module in modules]
     assert len(modules) == 70 * 8
@@ -114,7 +114,8 @@ def test_patterns_follow_pefts_rule_the_first_match_wins(demo: DemoPaths) -> Non
             rank = 5
         if module.name.endswith("to_v"):
             alpha = 12.0
-        assert (module.rank, module.alpha) == (rank, pytest.approx(alpha))
+        assert module.rank == rank
+        assert module.alpha == pytest.approx(alpha)
         assert module.lora_a.shape[0] == module.lora_b.shape[1] == rank
 
 

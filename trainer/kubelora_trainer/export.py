@@ -6,8 +6,10 @@ onto a fresh UNet and that UNet has given the trained one's answer.
 """
 
 import hashlib
+import json
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +23,9 @@ from peft.tuners.lora import LoraLayer
 
 from kubelora_api.names import OutputPath
 from kubelora_trainer.adapter import ADAPTER_NAME, AdapterModule
+from kubelora_trainer.atomic_files import sync_folder, writing_to
 from kubelora_trainer.base_model import load_unet
-from kubelora_trainer.errors import ConfigurationError, NumericalError
+from kubelora_trainer.errors import NumericalError
 
 EFFECT_TOLERANCE = 1e-2
 """Largest deviation, as a share of what the adapter changes."""
@@ -79,13 +82,8 @@ def export_diffusers(
                 f"{dtype}. Go back to the last checkpoint before they appeared."
             )
     target = folder / OutputPath.DIFFUSERS_WEIGHTS
-    try:
+    with writing_to(target):
         _write_whole(state, adapter_metadata(unet), target)
-    except OSError as error:
-        raise ConfigurationError(
-            f"The adapter can't be written to {target}: {error}. Free space and start again; the "
-            "last checkpoint is kept."
-        ) from error
     return [_measured(target)]
 
 
@@ -108,20 +106,30 @@ def _write_whole(state: dict[str, torch.Tensor], metadata: dict[str, Any], targe
             unet_lora_adapter_metadata=metadata,
             weight_name=target.name,
         )
+        sort_header(aside / target.name)
         with (aside / target.name).open("rb+") as written:
             os.fsync(written.fileno())
         (aside / target.name).replace(target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sort_header(path: Path) -> None:
+    """Put a safetensors file's metadata in alphabetical order; the writer leaves it to chance.
+
+    The header is 8 bytes of length and JSON, padded with spaces to a multiple of 8: sorting keys
+    keeps its length.
+    """
+    with path.open("rb+") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > length:
+            return  # another writer's spelling: correct as it is, though not canonical
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def _measured(path: Path) -> ExportedFile:

@@ -100,6 +100,8 @@ def _from_16_bit(image: Image.Image) -> Image.Image:
 def _through_profile(image: Image.Image, profile: bytes) -> tuple[Image.Image, tuple[str, ...]]:
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if image.mode == "RGB" and "sRGB" in ImageCms.getProfileDescription(source):
+            return image, ()  # converting would only add rounding
         converted = ImageCms.profileToProfile(
             image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
         )

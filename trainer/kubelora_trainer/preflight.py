@@ -6,13 +6,13 @@ with its reason, in the report and in preflight.json.
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from kubelora_trainer.atomic_files import write_file
 from kubelora_trainer.captions import METADATA, SUFFIXES, Listing, caption_of, read_listing
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.images import BadImageError, decode_image
@@ -93,16 +93,9 @@ def preflight(
 
 
 def write_report(report: PreflightReport, path: Path) -> None:
-    """Write preflight.json, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=".preflight-", delete=False
-    ) as aside:
-        aside.write(json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n")
-        aside.flush()
-        os.fsync(aside.fileno())
-    Path(aside.name).chmod(0o644)
-    Path(aside.name).replace(path)
+    """Write preflight.json, whole or not at all. Raises ConfigurationError."""
+    text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
+    write_file(path, text.encode())
 
 
 def _walk(folder: Path) -> Iterator[Path]:

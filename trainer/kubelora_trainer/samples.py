@@ -4,6 +4,7 @@ The same seed gives the same first noise at every step of a run, so that what ch
 grids is the adapter's doing. Drawing leaves training as it found it.
 """
 
+import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,8 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw, ImageFont
 
 from kubelora_api.spec import Validation
+from kubelora_trainer.atomic_files import write_file, writing_to
 from kubelora_trainer.base_model import BaseModel
-from kubelora_trainer.errors import ConfigurationError
 
 LABEL_HEIGHT = 18
 LABELS = ("with adapter", "without")
@@ -130,13 +131,9 @@ def _undisturbed(unet: UNet2DConditionModel) -> Iterator[None]:
 
 
 def _save(image: Image.Image, path: Path) -> Path:
-    """Write aside and rename: a viewer never sees half an image."""
-    aside = path.with_name(f".{path.name}.partial")
-    try:
+    encoded = io.BytesIO()
+    image.save(encoded, format="PNG")
+    with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        image.save(aside, format="PNG")
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise ConfigurationError(f"The sample {path} can't be written: {error}.") from error
+        write_file(path, encoded.getvalue())
     return path

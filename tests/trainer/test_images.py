@@ -1,0 +1,166 @@
+"""Any usable image becomes upright 8-bit RGB and a square; any other gives its reason."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageCms
+
+from kubelora_trainer.demo import DemoPaths
+from kubelora_trainer.images import BadImageError, cut_square, decode_image, resized_size
+
+
+def _save(image: Image.Image, path: Path, **arguments: Any) -> Path:
+    image.save(path, **arguments)
+    return path
+
+
+def _pixel(path: Path, x: int = 0, y: int = 0) -> tuple[int, ...]:
+    image = decode_image(path).image
+    assert image.mode == "RGB"
+    pixel = image.getpixel((x, y))
+    assert isinstance(pixel, tuple)
+    return tuple(int(value) for value in pixel)
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path: Path) -> None:
+    values = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
+    path = _save(Image.fromarray(values), tmp_path / "a.png")
+    assert [_pixel(path, x)[0] for x in range(4)] == [0, 1, 128, 255]
+
+
+def test_transparent_pixels_lie_on_white(tmp_path: Path) -> None:
+    """Half transparent red on white is (255, 127 or 128, 127 or 128)."""
+    path = _save(Image.new("RGBA", (4, 4), (255, 0, 0, 128)), tmp_path / "a.png")
+    assert _pixel(path) == pytest.approx((255, 127.5, 127.5), abs=1)
+    assert decode_image(path).notes == ("its transparency was laid on white",)
+
+
+def test_palettes_with_a_transparent_colour_grey_and_bilevel_are_converted(tmp_path: Path) -> None:
+    palette = Image.new("P", (4, 4), 1)
+    palette.putpalette([9, 9, 9, 10, 200, 30])
+    assert _pixel(_save(palette, tmp_path / "plain.png")) == (10, 200, 30)
+    assert _pixel(_save(palette, tmp_path / "clear.png", transparency=1)) == (255, 255, 255)
+    assert _pixel(_save(Image.new("L", (4, 4), 77), tmp_path / "grey.png")) == (77, 77, 77)
+    assert _pixel(_save(Image.new("1", (4, 4), 1), tmp_path / "bit.png")) == (255, 255, 255)
+
+
+def test_cmyk_photographs_keep_their_colours(tmp_path: Path) -> None:
+    path = _save(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), tmp_path / "a.jpg", quality=100)
+    red, green, blue = _pixel(path)
+    assert red > 250
+    assert green < 8
+    assert blue < 8
+
+
+def test_the_profile_of_srgb_changes_nothing_and_a_broken_one_is_noted(tmp_path: Path) -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    image = Image.new("RGB", (4, 4), (200, 100, 50))
+    assert _pixel(_save(image, tmp_path / "a.png", icc_profile=profile)) == (200, 100, 50)
+    broken = _save(image, tmp_path / "b.png", icc_profile=b"nonsense")
+    assert _pixel(broken) == (200, 100, 50)
+    assert "colour profile" in decode_image(broken).notes[0]
+
+
+def test_a_profile_of_a_wider_space_is_followed(demo: DemoPaths, tmp_path: Path) -> None:
+    """Adobe RGB to sRGB by both standards' curves and the matrix between their primaries."""
+    with Image.open(demo.photos / "rocket.jpg") as rocket:
+        profile = rocket.info["icc_profile"]
+    assert b"Adobe RGB" in profile
+    colours = [(100, 150, 100), (180, 120, 90), (60, 60, 200), (128, 128, 128)]
+    matrix = np.array(
+        [[1.39836, -0.39836, 0.0], [0.0, 1.0, 0.0], [0.0, -0.04293, 1.04293]]
+    )  # linear Adobe RGB to linear sRGB: same white, same green row but for the wider green
+    for number, colour in enumerate(colours):
+        linear = matrix @ (np.array(colour) / 255) ** 2.19921875
+        curve = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+        image = Image.new("RGB", (4, 4), colour)
+        path = _save(image, tmp_path / f"{number}.png", icc_profile=profile)
+        assert _pixel(path) == pytest.approx(tuple(curve * 255), abs=1.5)
+
+
+def test_the_camera_orientation_is_applied(tmp_path: Path) -> None:
+    """Orientation 6 is turned by 90 degrees clockwise: the left column becomes the top row."""
+    image = Image.new("RGB", (30, 10), "black")
+    image.paste((255, 255, 255), (0, 0, 10, 10))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = _save(image, tmp_path / "a.png", exif=exif)
+    assert decode_image(path).image.size == (10, 30)
+    assert _pixel(path, 5, 2) == (255, 255, 255)
+    assert _pixel(path, 5, 25) == (0, 0, 0)
+
+
+def test_the_first_frame_of_several_is_used_and_noted(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    path = _save(frames[0], tmp_path / "a.tif", save_all=True, append_images=frames[1:])
+    assert _pixel(path) == (255, 0, 0)
+    assert decode_image(path).notes == ("the first of 2 frames is used",)
+
+
+def _jpeg(size: int = 200) -> bytes:
+    noise = np.random.default_rng(0).integers(0, 255, (size, size, 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(noise).save(content, "JPEG")
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "empty"),
+        (b"<html>not found</html>", "not an image"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
+        (_jpeg()[:-2000], "truncated"),
+        (_jpeg()[:100], "."),
+    ],
+)
+def test_a_bad_file_gives_its_reason(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "a.jpg").write_bytes(content)
+    with pytest.raises(BadImageError, match=reason):
+        decode_image(tmp_path / "a.jpg")
+
+
+def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
+    path = _save(Image.new("F", (4, 4), 0.5), tmp_path / "a.tif")
+    with pytest.raises(BadImageError, match="floating-point"):
+        decode_image(path)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "expected"),
+    [(600, 400, (96, 64)), (400, 600, (64, 96)), (50, 50, (64, 64)), (1000, 1, (64000, 64))],
+)
+def test_the_short_edge_becomes_the_resolution(
+    width: int, height: int, expected: tuple[int, int]
+) -> None:
+    assert resized_size(width, height, 64) == expected
+
+
+def test_a_square_is_the_same_cut_as_resizing_everything_and_cropping() -> None:
+    """Against the plain two-step way on a smooth picture, where Lanczos' edges do not matter."""
+    ramp = np.linspace(0, 255, 300)[None, :, None] * np.ones((200, 1, 3))
+    image = Image.fromarray(ramp.astype(np.uint8))
+    square = cut_square(image, 64, across=0.5, down=0.3)
+    assert (square.original_size, square.target_size) == ((200, 300), (64, 64))
+    top, left = square.crop_top_left
+    assert (top, left) == (0, 16)  # 96 x 64, 33 places across, the middle one
+    whole = image.resize((96, 64), Image.Resampling.LANCZOS).crop((16, 0, 80, 64))
+    expected = torch.from_numpy(np.asarray(whole).copy()).permute(2, 0, 1) / 127.5 - 1
+    assert square.pixels.dtype == torch.float32
+    assert float((square.pixels - expected).abs().max()) < 3 / 127.5
+
+
+def test_crops_reach_both_ends_and_never_leave_the_image() -> None:
+    image = Image.new("RGB", (300, 200))
+    assert cut_square(image, 64, 0.0, 0.0).crop_top_left == (0, 0)
+    assert cut_square(image, 64, 1 - 2**-53, 1 - 2**-53).crop_top_left == (0, 32)
+
+
+def test_black_and_white_are_minus_one_and_one() -> None:
+    for colour, value in (("black", -1.0), ("white", 1.0)):
+        pixels = cut_square(Image.new("RGB", (9, 9), colour), 8, 0, 0).pixels
+        assert torch.equal(pixels, torch.full((3, 8, 8), value))
