@@ -14,11 +14,14 @@ from kubelora_operator.conditions import (
 
 def state_of(conditions: Conditions, attempt: int) -> str:
     """The word that tells most; an end wins over everything else."""
-    for kind in (COMPLETE, FAILED, SUSPENDED, RESTARTING, QUEUED, RUNNING):
+    for kind in (COMPLETE, FAILED, SUSPENDED, RESTARTING):
         if conditions.is_true(kind):
             return kind
     if conditions.reason(SUSPENDED) == "Suspending":
         return "Suspending"
+    for kind in (QUEUED, RUNNING):
+        if conditions.is_true(kind):
+            return kind
     accepted = conditions.get(ACCEPTED)
     if accepted and accepted.status == "False":
         return "Invalid"

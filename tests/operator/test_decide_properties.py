@@ -3,9 +3,9 @@
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from kubelora_operator.decide import decide
 from kubelora_operator.plan import Plan
-
 from tests.operator.world import World, truth
 
 COUNTED = (1, 4, 137, 143)

@@ -171,7 +171,9 @@ class World:
                 )
             elif evicted:
                 told = f"Pod studio/{pod.name} has condition DisruptionTarget matching FailJob rule"
-                self._end_child(pod.attempt, "failed", Why("PodFailurePolicy", told + " at index 1"))
+                self._end_child(
+                    pod.attempt, "failed", Why("PodFailurePolicy", told + " at index 1")
+                )
             else:
                 self._end_child(
                     pod.attempt,

@@ -1,0 +1,225 @@
+"""The manifests of an attempt, against ones written by hand."""
+
+import json
+
+from kubelora_api.documents import parse_job
+from kubelora_operator.children import attempt_in, build_config_map, build_job, child_name
+from tests.operator.world import UID, document
+
+NAME = "bottles-0b5e7-2"
+LABELS = {
+    "app.kubernetes.io/name": "kubelora-trainer",
+    "app.kubernetes.io/managed-by": "kubelora-operator",
+    "kubelora.dev/job": "bottles",
+    "kubelora.dev/job-uid": UID,
+    "kubelora.dev/attempt": "2",
+}
+OWNER = {
+    "apiVersion": "kubelora.dev/v1alpha1",
+    "kind": "LoraTrainingJob",
+    "name": "bottles",
+    "uid": UID,
+    "controller": True,
+    "blockOwnerDeletion": False,
+}
+POD = {
+    "restartPolicy": "Never",
+    "automountServiceAccountToken": False,
+    "enableServiceLinks": False,
+    "terminationGracePeriodSeconds": 120,
+    "securityContext": {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "fsGroup": 10001,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    },
+    "containers": [
+        {
+            "name": "trainer",
+            "image": "trainer:1",
+            "imagePullPolicy": "IfNotPresent",
+            "command": ["kubelora", "train", "/kubelora/job/job.json", "--metrics-port", "9464"],
+            "env": [
+                {"name": "KUBELORA_ATTEMPT", "value": "2"},
+                {"name": "KUBELORA_TERMINATION_LOG", "value": "/dev/termination-log"},
+                {"name": "HOME", "value": "/tmp"},
+                {"name": "USER", "value": "kubelora"},
+                {"name": "TMPDIR", "value": "/tmp"},
+                {"name": "HF_HOME", "value": "/tmp/huggingface"},
+                {"name": "XDG_CACHE_HOME", "value": "/tmp/cache"},
+                {"name": "TORCHINDUCTOR_CACHE_DIR", "value": "/tmp/torchinductor"},
+                {"name": "TRITON_CACHE_DIR", "value": "/tmp/triton"},
+                {"name": "MPLCONFIGDIR", "value": "/tmp/matplotlib"},
+            ],
+            "ports": [{"name": "metrics", "containerPort": 9464, "protocol": "TCP"}],
+            "readinessProbe": {
+                "httpGet": {"path": "/healthz", "port": "metrics"},
+                "periodSeconds": 10,
+                "timeoutSeconds": 5,
+                "failureThreshold": 3,
+            },
+            "resources": {"limits": {"nvidia.com/gpu": "1"}},
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": True,
+            },
+            "terminationMessagePath": "/dev/termination-log",
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": [
+                {"name": "kubelora-job", "mountPath": "/kubelora/job", "readOnly": True},
+                {"name": "kubelora-scratch", "mountPath": "/tmp"},
+                {"name": "kubelora-shared-memory", "mountPath": "/dev/shm"},
+                {"name": "kubelora-claim-0", "mountPath": "/kubelora/claims/adapters"},
+                {
+                    "name": "kubelora-claim-1",
+                    "mountPath": "/kubelora/claims/models",
+                    "readOnly": True,
+                },
+                {
+                    "name": "kubelora-claim-2",
+                    "mountPath": "/kubelora/claims/photos",
+                    "readOnly": True,
+                },
+            ],
+        }
+    ],
+    "volumes": [
+        {"name": "kubelora-job", "configMap": {"name": NAME}},
+        {"name": "kubelora-scratch", "emptyDir": {}},
+        {"name": "kubelora-shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
+        {"name": "kubelora-claim-0", "persistentVolumeClaim": {"claimName": "adapters"}},
+        {"name": "kubelora-claim-1", "persistentVolumeClaim": {"claimName": "models"}},
+        {"name": "kubelora-claim-2", "persistentVolumeClaim": {"claimName": "photos"}},
+    ],
+}
+
+
+def test_the_job_is_indexed_restricted_and_keeps_the_cause_of_its_failure() -> None:
+    assert build_job(parse_job(document()), 2, "trainer:1") == {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": NAME,
+            "namespace": "studio",
+            "labels": LABELS,
+            "ownerReferences": [OWNER],
+        },
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": 1,
+            "parallelism": 1,
+            "backoffLimit": 0,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {
+                            "containerName": "trainer",
+                            "operator": "In",
+                            "values": [2, 3],
+                        },
+                    },
+                    {
+                        "action": "FailJob",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    },
+                ]
+            },
+            "template": {"metadata": {"labels": LABELS}, "spec": POD},
+        },
+    }
+
+
+def test_the_config_map_is_immutable_and_carries_the_resolved_document_with_the_uid() -> None:
+    config_map = build_config_map(parse_job(document()), 2)
+    assert config_map["immutable"] is True
+    assert config_map["metadata"]["name"] == NAME
+    assert config_map["metadata"]["ownerReferences"] == [OWNER]
+    told = json.loads(config_map["data"]["job.json"])
+    assert told["metadata"] == {"name": "bottles", "namespace": "studio", "uid": UID}
+    assert told["spec"]["training"]["learningRate"] == 1e-4  # a default, filled in
+    assert "status" not in told
+    assert parse_job(told).spec == parse_job(document()).spec
+
+
+def test_a_queue_and_its_priority_are_labels_of_the_job_and_not_of_the_pod() -> None:
+    queued = document(queueName="team-studio")
+    queued["metadata"]["labels"] = {"kueue.x-k8s.io/priority-class": "night", "team": "x"}
+    job = build_job(parse_job(queued), 2, "trainer:1")
+    assert job["metadata"]["labels"] == LABELS | {
+        "kueue.x-k8s.io/queue-name": "team-studio",
+        "kueue.x-k8s.io/priority-class": "night",
+    }
+    assert job["spec"]["template"]["metadata"]["labels"] == LABELS
+    assert "suspend" not in job["spec"]
+
+
+def test_what_the_pod_template_says_is_in_the_pod() -> None:
+    template = {
+        "image": "mine:2",
+        "env": [{"name": "HF_HOME", "value": "/cache"}, {"name": "A", "value": "b"}],
+        "envFrom": [{"secretRef": {"name": "s3"}}],
+        "resources": {"limits": {"memory": "48Gi"}, "requests": {"cpu": 4}},
+        "nodeSelector": {"gpu": "a100"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "volumes": [{"name": "cache", "emptyDir": {}}],
+        "volumeMounts": [{"name": "cache", "mountPath": "/tmp"}],
+        "serviceAccountName": "trainer",
+        "labels": {"team": "studio"},
+        "annotations": {"note": "x"},
+        "imagePullSecrets": [{"name": "registry"}],
+    }
+    job = build_job(parse_job(document(podTemplate=template)), 2, "trainer:1")
+    pod, container = (
+        job["spec"]["template"]["spec"],
+        job["spec"]["template"]["spec"]["containers"][0],
+    )
+    assert container["image"] == "mine:2"
+    assert [e for e in container["env"] if e["name"] == "HF_HOME"] == [
+        {"name": "HF_HOME", "value": "/cache"}
+    ]
+    assert container["envFrom"] == [{"secretRef": {"name": "s3"}}]
+    assert container["resources"] == {
+        "limits": {"memory": "48Gi", "nvidia.com/gpu": "1"},
+        "requests": {"cpu": 4},
+    }
+    assert pod["nodeSelector"] == {"gpu": "a100"}
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    assert pod["serviceAccountName"] == "trainer"
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert job["spec"]["template"]["metadata"] == {
+        "labels": {"team": "studio"} | LABELS,
+        "annotations": {"note": "x"},
+    }
+    # The user's volume takes the place of the scratch volume: one mount path, one mount.
+    assert [m["name"] for m in container["volumeMounts"] if m["mountPath"] == "/tmp"] == ["cache"]
+    assert "kubelora-scratch" not in [v["name"] for v in pod["volumes"]]
+
+
+def test_a_claim_that_is_read_and_written_is_mounted_once_and_writable() -> None:
+    one = document(
+        model={"uri": "hf://org/sdxl", "vae": "pvc://all/vae"},
+        dataset={"uri": "s3://photos/bottles"},
+        output={"uri": "pvc://all/out"},
+        workers={"gpusPerNode": 0},
+    )
+    pod = build_job(parse_job(one), 1, "trainer:1")["spec"]["template"]["spec"]
+    mounts = [m for m in pod["containers"][0]["volumeMounts"] if "claims" in m["mountPath"]]
+    assert mounts == [{"name": "kubelora-claim-0", "mountPath": "/kubelora/claims/all"}]
+    assert pod["containers"][0]["resources"] == {}
+
+
+def test_the_longest_name_gives_a_host_name_that_is_still_legal() -> None:
+    # An Indexed Job's pod is called <job>-<index>-<5>, its host <job>-<index>: 63 at most.
+    assert len(child_name("a" * 40, UID, 9999)) + len("-0-abcde") <= 63
+
+
+def test_an_attempt_is_read_from_a_name_of_ours_alone() -> None:
+    assert attempt_in("bottles-0b5e7-12", "bottles", UID) == 12
+    for other in ("bottles-0b5e7-", "bottles-0b5e7-012", "bottles-0b5e7-x", "bottles-99999-1", ""):
+        assert attempt_in(other, "bottles", UID) is None

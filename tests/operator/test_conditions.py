@@ -1,0 +1,49 @@
+"""Conditions as metav1 means them."""
+
+from datetime import timedelta
+
+from kubelora_api.status import Condition
+from kubelora_operator.conditions import MESSAGE_MAX, Conditions, time_text
+from tests.operator.world import START
+
+LATER = START + timedelta(minutes=5)
+
+
+def test_the_time_moves_when_the_status_changes_and_not_with_reason_or_message() -> None:
+    first = Conditions.start([], 1, START).set("Running", "False", "Starting", "a")
+    same = Conditions.start(first.items, 2, LATER).set("Running", "False", "Unschedulable", "b")
+    running = same.get("Running")
+    assert running is not None
+    assert running.last_transition_time == "2026-03-01T12:00:00Z"
+    assert (running.reason, running.message, running.observed_generation) == (
+        "Unschedulable",
+        "b",
+        2,
+    )
+    changed = same.set("Running", "True", "Training", "c").get("Running")
+    assert changed is not None
+    assert changed.last_transition_time == "2026-03-01T12:05:00Z"
+
+
+def test_one_condition_of_each_type_in_a_fixed_order() -> None:
+    conditions = Conditions.start([], 1, START)
+    for kind in ("Failed", "Accepted", "Running", "Accepted"):
+        conditions = conditions.set(kind, "True", "X", "")
+    assert [c.type for c in conditions.items] == ["Accepted", "Running", "Failed"]
+
+
+def test_conditions_of_other_writers_are_dropped() -> None:
+    foreign = Condition(
+        type="Rogue", status="True", last_transition_time=time_text(START), reason="X", message=""
+    )
+    assert Conditions.start([foreign], 1, START).items == ()
+
+
+def test_clearing_what_was_never_told_tells_nothing() -> None:
+    assert Conditions.start([], 1, START).clear("Queued", "X", "").items == ()
+
+
+def test_a_message_is_cut_to_what_a_terminal_takes() -> None:
+    long = Conditions.start([], 1, START).set("Failed", "True", "X", "a" * 40000).get("Failed")
+    assert long is not None
+    assert len(long.message) == MESSAGE_MAX
