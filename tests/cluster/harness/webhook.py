@@ -33,7 +33,7 @@ class Receiver:
     url: str
     alerts: list[Alert] = field(default_factory=list)
 
-    def named(self, name: str, **labels: str) -> list[Alert]:
+    def named(self, name: str, /, **labels: str) -> list[Alert]:
         """Alerts with this name and these labels that were reported as firing."""
         return [
             alert
@@ -43,7 +43,7 @@ class Receiver:
             and labels.items() <= alert.labels.items()
         ]
 
-    def wait_for(self, name: str, seconds: float, **labels: str) -> Alert:
+    def wait_for(self, name: str, seconds: float, /, **labels: str) -> Alert:
         """The first firing alert with this name and labels; raises TimeoutError with what came."""
         if not wait_until(lambda: bool(self.named(name, **labels)), seconds, pause=0.2):
             seen = sorted({alert.name for alert in self.alerts}) or "none"
