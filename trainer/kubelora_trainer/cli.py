@@ -85,8 +85,8 @@ def train(
     stop.install()
     from kubelora_trainer.job_file import read_job
 
-    job = read_job(file, settings)
     folders = parse_mounts(mounts)
+    job = read_job(file, settings)
 
     from rich.console import Console
 

@@ -51,7 +51,7 @@ def _let_prometheus_look(run: Run, exporter: Exporter, code: ExitCode) -> None:
         ExitCode.INTERRUPTED: "Stopping",
     }
     exporter.report = exporter.report.model_copy(update={"phase": phases.get(code, "Failed")})
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if exporter.last_scrape_budget() > 0 and not run.stop.requested:
         run.say("waiting for Prometheus to scrape the last numbers")

@@ -106,7 +106,10 @@ class _Answer:
 
 
 class Exporter:
-    """The HTTP server. ``report`` is what ``/status`` tells; assign a new one at any time."""
+    """The HTTP server.
+
+    report: what ``/status`` tells; assign a new one at any time. scrapes_seen: completed scrapes.
+    """
 
     def __init__(
         self,
@@ -127,6 +130,7 @@ class Exporter:
         self._registry = registry
         self._clock = clock
         self._scrapes: list[float] = []
+        self.scrapes_seen = 0
         self._scraped = threading.Condition()
         handler = _handler_for(self)
         try:
@@ -135,7 +139,12 @@ class Exporter:
             if not any_port or error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             self._server = _serve(everywhere, 0, handler)
-        threading.Thread(target=self._server.serve_forever, name="exporter", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.05},  # how fast close() is
+            name="exporter",
+            daemon=True,
+        ).start()
 
     @property
     def port(self) -> int:
@@ -161,6 +170,7 @@ class Exporter:
         if path.partition("?")[0] == "/metrics" and PROMETHEUS_HEADER in headers:
             with self._scraped:
                 self._scrapes = [*self._scrapes, self._clock()][-8:]
+                self.scrapes_seen += 1
                 self._scraped.notify_all()
 
     def last_scrape_budget(self) -> float:
@@ -180,9 +190,9 @@ class Exporter:
         """
         with self._scraped:
             deadline = self._clock() + self.last_scrape_budget()
-            seen = self._scrapes[-1] if self._scrapes else None
+            seen = self.scrapes_seen
             while not stop():
-                if self._scrapes and self._scrapes[-1] != seen:
+                if self.scrapes_seen > seen:
                     return True
                 left = deadline - self._clock()
                 if left <= 0:

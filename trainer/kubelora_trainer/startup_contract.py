@@ -50,9 +50,7 @@ class ReachedModules:
         self._slots = buffers.slots
         self._reached: set[str] = set()
         self._handles = [
-            slot.factor.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._note(slot.factor.name)
-            )
+            slot.factor.parameter.register_post_accumulate_grad_hook(self._note(slot.factor.name))
             for slot in buffers.slots
         ]
 

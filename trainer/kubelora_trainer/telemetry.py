@@ -99,7 +99,7 @@ class GradientTelemetry:
         """Zeros, non-finite elements and underflows of a range: three fp64 numbers."""
         narrowest = self._buffers.plan.narrowest
         counts = torch.zeros(3, dtype=torch.float64, device=self._buffers.gradient.device)
-        for chunk in self._buffers.gradient[start:stop].split(CHUNK_ELEMENTS):  # type: ignore[no-untyped-call]
+        for chunk in self._buffers.gradient[start:stop].split(CHUNK_ELEMENTS):
             zero = chunk == 0
             gone = (chunk.to(narrowest) == 0) & ~zero
             finite = torch.isfinite(chunk)
@@ -133,7 +133,7 @@ class PendingNumbers:
         if packed.is_cuda:
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._host.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()
             self._event.record()
         else:
             self._host = packed
@@ -146,8 +146,7 @@ class PendingNumbers:
         count = len(groups)
         sizes = [3 * count, count, count, len(slots), len(slots), 1]
         counts, absorbed, lost, norms, absmax, loss = (
-            part.tolist()
-            for part in self._host.split(sizes)  # type: ignore[no-untyped-call]
+            part.tolist() for part in self._host.split(sizes)
         )
         by_group: dict[str, GroupNumbers] = {}
         for index, group in enumerate(groups):

@@ -97,7 +97,7 @@ def accumulate_window(
         if probed:
             absorption.begin()
         micro_batch = parts.objective(micro_step)
-        micro_batch.loss_sum.backward()  # type: ignore[no-untyped-call]
+        micro_batch.loss_sum.backward()
         if probed:
             absorption.end()
         reached.check()

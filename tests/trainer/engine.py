@@ -1,0 +1,172 @@
+"""A tiny real engine for tests: two modules, a smooth objective, no model to load."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+from torch import Tensor, nn
+
+from kubelora_api.documents import parse_job
+from kubelora_api.job import LoraTrainingJob
+from kubelora_api.report import RunReport
+from kubelora_api.spec import Health, Optimizer, Training
+from kubelora_trainer.buffers import AdapterBuffers, Factor
+from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint, resume, save_checkpoint
+from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.optimizer import FlatAdamW
+from kubelora_trainer.order import Plan
+from kubelora_trainer.output import Manifest, OutputFolder, claim_output
+from kubelora_trainer.precision import PrecisionPlan
+from kubelora_trainer.progress import LineView
+from kubelora_trainer.reporting import Reporter
+from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.startup_contract import FirstGradients
+from kubelora_trainer.telemetry import GradientTelemetry
+from kubelora_trainer.train import MicroBatch, Parts, train
+
+DEFAULT = PrecisionPlan(torch.bfloat16, torch.float32, torch.float32)
+
+
+@dataclass(frozen=True)
+class Loss:
+    loss_sum: Tensor
+    samples: int
+
+
+def job(output: str = "out", **training: object) -> LoraTrainingJob:
+    return parse_job(
+        {
+            "apiVersion": "kubelora.dev/v1alpha1",
+            "kind": "LoraTrainingJob",
+            "metadata": {"name": "tiny"},
+            "spec": {
+                "model": {"uri": "model"},
+                "dataset": {"uri": "photos", "resolution": 64},
+                "training": {"steps": 6, "gradientAccumulation": 3, **training},
+                "output": {"uri": output},
+            },
+        },
+        local=True,
+    )
+
+
+def tiny_factors(rank: int = 2, width: int = 5) -> list[Factor]:
+    factors = []
+    for block in ("down", "up"):
+        generator = torch.Generator().manual_seed(len(block))
+        down = nn.Parameter(torch.randn(rank, width, generator=generator))
+        up = nn.Parameter(torch.zeros(width, rank))
+        factors += [
+            Factor(f"{block}_blocks.0.to_q", f"{block}.lora_A", down),
+            Factor(f"{block}_blocks.0.to_q", f"{block}.lora_B", up),
+        ]
+    return factors
+
+
+def objective_of(factors: list[Factor]) -> Callable[[int], Loss]:
+    """A function of the micro-step and the weights: Σ over modules of |x + B·A·x - y|²."""
+
+    def objective(micro_step: int) -> Loss:
+        generator = torch.Generator().manual_seed(micro_step)
+        x = torch.randn(5, generator=generator)
+        total = torch.zeros(())
+        for down, up in zip(factors[::2], factors[1::2], strict=True):
+            answer = up.parameter @ (down.parameter @ x.to(down.parameter.dtype))
+            total = total + (x + answer.float() - x.flip(0)).square().sum()
+        return Loss(total, 1)
+
+    return objective
+
+
+class Engine:
+    """Everything that `run.py` puts together, without model and images."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        precision: PrecisionPlan = DEFAULT,
+        policy: Health | None = None,
+        attempt: int | None = None,
+        **training: object,
+    ) -> None:
+        self.warnings: list[str] = []
+        self.job = job(str(path), **training)
+        claimed = claim_output(path, self.job, attempt, self.warnings.append)
+        assert not isinstance(claimed, Manifest)
+        self.folder: OutputFolder = claimed
+        self.factors = tiny_factors()
+        self.buffers = AdapterBuffers(self.factors, precision)
+        spec: Training = self.job.spec.training
+        self.optimizer = FlatAdamW(self.buffers, Optimizer())
+        self.resumed = resume(self.folder, self.buffers, self.optimizer, self.warnings.append)
+        self.position = self.resumed[0] if self.resumed else RunPosition()
+        steps = spec.steps or 1
+        self.plan = Plan(steps, steps * spec.gradient_accumulation, spec.gradient_accumulation)
+        self.registry = CollectorRegistry()
+        report = RunReport(run_id="tiny", attempt=1, phase="Training", total_steps=steps)
+        self.exporter = Exporter(self.registry, report, 0, any_port=True, everywhere=False)
+        self.run_log = RunLog(self.folder, self.buffers.slots, self.position.step)
+        self.reporter = Reporter(
+            slots=self.buffers.slots,
+            policy=policy or Health(),
+            metrics=TrainerMetrics(self.registry, precision),
+            exporter=self.exporter,
+            run_log=self.run_log,
+            progress=LineView(Console(quiet=True), steps, every=1),
+            first_gradients=FirstGradients(self.buffers.slots, self.position.step),
+            position=self.position,
+        )
+        self.parts = Parts(
+            training=spec,
+            plan=self.plan,
+            objective=objective_of(self.factors),
+            buffers=self.buffers,
+            optimizer=self.optimizer,
+            telemetry=GradientTelemetry(self.buffers, self.optimizer.first_moment),
+            reporter=self.reporter,
+        )
+        self.saved: list[SavedCheckpoint] = []
+
+    def checkpoint(self, position: RunPosition) -> None:
+        self.run_log.flush()
+        window = position.micro_step - self.plan.window(position.step).start
+        self.saved.append(
+            save_checkpoint(
+                self.folder,
+                self.buffers,
+                self.optimizer,
+                self.reporter.position(position),
+                window,
+                keep=3,
+            )
+        )
+
+    def train(self, *, micro_steps: int | None = None, every: int = 100) -> RunPosition:
+        """Train to the end, or checkpoint and leave after ``micro_steps`` micro-steps."""
+        done = 0
+        objective = self.parts.objective
+
+        def counted(micro_step: int) -> MicroBatch:
+            nonlocal done
+            done += 1
+            return objective(micro_step)
+
+        parts = replace(self.parts, objective=counted)
+        try:
+            position = train(
+                parts,
+                self.position,
+                stop=lambda: micro_steps is not None and done >= micro_steps,
+                checkpoint=self.checkpoint,
+                checkpoint_every=every,
+            )
+            if position.step < self.plan.optimizer_steps:
+                self.checkpoint(position)
+        finally:
+            self.exporter.close()
+        self.position = position
+        return position

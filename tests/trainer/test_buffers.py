@@ -1,0 +1,214 @@
+"""The working-copy scheme: same weights as fp32 under autocast, and sums that lose nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kubelora_api.spec import Adapter, Optimizer
+from kubelora_trainer.adapter import AdapterModule, add_adapter
+from kubelora_trainer.base_model import load_unet
+from kubelora_trainer.buffers import AdapterBuffers, Factor
+from kubelora_trainer.demo import DemoPaths
+from kubelora_trainer.errors import NumericalError
+from kubelora_trainer.optimizer import FlatAdamW, clip_coefficient
+from kubelora_trainer.precision import PrecisionPlan
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DEFAULT = PrecisionPlan(compute=BF16, accumulator=FP32, masters=FP32)
+PLANS = [
+    PrecisionPlan(compute, accumulator, masters)
+    for compute in (BF16, FP32)
+    for accumulator in (BF16, FP32)
+    for masters in (BF16, FP32)
+]
+
+
+def factor(values: list[float], name: str = "layer", group: str = "down.lora_A") -> Factor:
+    return Factor(name, group, nn.Parameter(torch.tensor([values])))
+
+
+def unet_inputs(folder: Path, seed: int) -> dict[str, object]:
+    unet = load_unet(folder, variant=None, dtype=BF16, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    config = unet.config
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    return {
+        "sample": torch.randn(1, 4, 8, 8, generator=generator).to(BF16),
+        "timestep": torch.tensor([seed * 37 % 1000]),
+        "encoder_hidden_states": torch.randn(
+            1, 7, config.cross_attention_dim, generator=generator
+        ).to(BF16),
+        "added_cond_kwargs": {
+            "text_embeds": torch.randn(1, pooled, generator=generator).to(BF16),
+            "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]]),
+        },
+    }
+
+
+def adapted_unet(folder: Path) -> tuple[nn.Module, tuple[AdapterModule, ...]]:
+    unet = load_unet(folder, variant=None, dtype=BF16, device=torch.device("cpu"))
+    return unet, add_adapter(unet, Adapter(rank=4), seed=3)
+
+
+def factors_of(modules: tuple[AdapterModule, ...]) -> list[Factor]:
+    return [
+        Factor(m.name, f"{m.group_block}.{name}", parameter)
+        for m in modules
+        for name, parameter in (("lora_A", m.lora_a), ("lora_B", m.lora_b))
+    ]
+
+
+def loss_of(unet: nn.Module, inputs: dict[str, object]) -> Tensor:
+    with torch.autocast("cpu", dtype=BF16):
+        output = unet(**inputs).sample
+    loss: Tensor = output.float().square().mean()
+    return loss
+
+
+def test_twenty_steps_equal_fp32_parameters_under_autocast_bit_by_bit(demo: DemoPaths) -> None:
+    inputs = [unet_inputs(demo.model, seed) for seed in range(4)]
+    plain_unet, plain_modules = adapted_unet(demo.model)
+    flat_unet, flat_modules = adapted_unet(demo.model)
+    parameters = {f.name: f.parameter for f in factors_of(plain_modules)}
+    reference = torch.optim.AdamW(parameters.values(), lr=1e-3, weight_decay=0.01, fused=True)
+    buffers = AdapterBuffers(factors_of(flat_modules), DEFAULT)
+    optimizer = FlatAdamW(buffers, Optimizer())
+    for step in range(20):
+        for micro_step in range(2):
+            loss_of(plain_unet, inputs[(2 * step + micro_step) % 4]).backward()
+            loss_of(flat_unet, inputs[(2 * step + micro_step) % 4]).backward()
+        for parameter in parameters.values():
+            assert parameter.grad is not None
+            parameter.grad.div_(2)
+        reference.step()
+        reference.zero_grad(set_to_none=False)
+        buffers.normalise(2)
+        optimizer.step(1e-3, non_finite=torch.zeros(()))
+        buffers.zero_gradient()
+    for slot in buffers.slots:
+        expected = parameters[slot.factor.name].detach()
+        assert torch.equal(slot.of(buffers.masters), expected), slot.factor.name
+        assert torch.equal(slot.of(buffers.working), expected.to(BF16))
+        if slot.factor.name.endswith("lora_B"):
+            assert slot.of(buffers.masters).abs().max() > 1e-3
+
+
+def test_fp32_accumulator_holds_what_bf16_drops() -> None:
+    # 256 + 1 is 257 in fp32; in bf16 (8 bits of mantissa) 257 lies half way between 256 and 258
+    # and rounds to the even one, 256. So one hundred further ones vanish too.
+    sums = {}
+    for accumulator in (FP32, BF16):
+        plan = PrecisionPlan(compute=BF16, accumulator=accumulator, masters=FP32)
+        one = factor([0.0])
+        buffers = AdapterBuffers([one], plan)
+        (one.parameter * 256.0).sum().backward()
+        for _ in range(100):
+            (one.parameter * 1.0).sum().backward()
+        sums[accumulator] = float(buffers.gradient)
+    assert sums == {FP32: 356.0, BF16: 256.0}
+
+
+def test_the_gradient_is_the_sum_of_the_micro_batches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = factor([0.5, -1.0, 2.0])
+    buffers = AdapterBuffers([weight], PrecisionPlan(FP32, FP32, FP32))
+    xs = torch.randn(16, 3, generator=generator)
+    expected = torch.zeros(3, dtype=torch.float64)
+    for x in xs:
+        # d/dw of (w·x)² is 2 (w·x) x
+        (weight.parameter * x).sum().square().backward()
+        w = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+        expected += 2 * (w @ x.double()) * x.double()
+    torch.testing.assert_close(buffers.gradient.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_are_normalised_by_the_samples_seen() -> None:
+    weight = factor([1.0])
+    buffers = AdapterBuffers([weight], DEFAULT)
+    for _ in range(3):  # a tail window of 3 samples where 8 were configured
+        (weight.parameter * 6.0).sum().backward()
+    buffers.normalise(3)
+    assert float(buffers.gradient) == 6.0
+    with pytest.raises(ValueError, match="without samples"):
+        buffers.normalise(0)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_every_plan_gives_the_types_it_names(plan: PrecisionPlan) -> None:
+    weight = factor([1.0, 2.0])
+    buffers = AdapterBuffers([weight], plan)
+    optimizer = FlatAdamW(buffers, Optimizer())
+    (weight.parameter * 4.0).sum().backward()
+    assert weight.parameter.dtype == plan.compute
+    assert weight.parameter.grad is not None
+    assert weight.parameter.grad.dtype == plan.accumulator
+    assert buffers.master_parameters[0].dtype == plan.masters
+    assert optimizer.first_moment.dtype == plan.masters
+    optimizer.step(0.1, non_finite=torch.zeros(()))
+    # The first AdamW step moves by lr·sign(g) after a decay of lr·0.01: 1 - 0.001 - 0.1 = 0.899
+    tolerance = 2**-8 if BF16 in (plan.compute, plan.masters) else 1e-6
+    assert float(weight.parameter.detach()[0, 0]) == pytest.approx(0.899, abs=tolerance)
+    buffers.assert_bound()
+
+
+def test_memory_is_shared_where_types_agree() -> None:
+    assert DEFAULT.bytes_per_parameter() == {
+        "working copy": 2,
+        "gradients": 4,
+        "master weights": 4,
+        "optimizer state": 8,
+    }
+    assert sum(PrecisionPlan(BF16, BF16, BF16).bytes_per_parameter().values()) == 2 + 2 + 4
+    buffers = AdapterBuffers([factor([1.0])], PrecisionPlan(FP32, FP32, FP32))
+    assert buffers.working is buffers.masters
+    assert buffers.optimizer_gradient is buffers.gradient
+
+
+def test_a_group_is_one_contiguous_range() -> None:
+    factors = [
+        factor([1.0], "a", "up.lora_A"),
+        factor([2.0, 3.0], "b", "down.lora_A"),
+        factor([4.0], "c", "up.lora_A"),
+    ]
+    buffers = AdapterBuffers(factors, DEFAULT)
+    ranges = {g.name: buffers.masters[g.start : g.stop].tolist() for g in buffers.groups}
+    assert ranges == {"down.lora_A": [2.0, 3.0], "up.lora_A": [1.0, 4.0]}
+
+
+def test_a_detached_gradient_view_is_caught_by_name() -> None:
+    weight = factor([1.0], "up_blocks.0.to_q")
+    buffers = AdapterBuffers([weight], DEFAULT)
+    buffers.assert_bound()
+    weight.parameter.grad = None  # what zero_grad() does
+    (weight.parameter * 2.0).sum().backward()
+    with pytest.raises(NumericalError, match=r"gradient of up_blocks\.0\.to_q\.lora_A"):
+        buffers.assert_bound()
+
+
+def test_a_replaced_weight_is_caught() -> None:
+    weight = factor([1.0])
+    buffers = AdapterBuffers([weight], DEFAULT)
+    weight.parameter.data = weight.parameter.data.clone()
+    with pytest.raises(NumericalError, match="the weight of layer"):
+        buffers.assert_bound()
+
+
+def test_a_non_finite_gradient_moves_neither_weight_nor_moment() -> None:
+    weight = factor([1.0, 2.0])
+    buffers = AdapterBuffers([weight], DEFAULT)
+    optimizer = FlatAdamW(buffers, Optimizer())
+    (weight.parameter * torch.tensor([[1.0, float("inf")]])).sum().backward()
+    optimizer.step(0.1, non_finite=torch.ones(()))
+    assert buffers.masters.tolist() == [1.0, 2.0]
+    assert optimizer.first_moment.tolist() == [0.0, 0.0]
+    assert optimizer.second_moment.tolist() == [0.0, 0.0]
+
+
+def test_clipping_scales_to_the_norm_and_leaves_smaller_gradients_alone() -> None:
+    # (3, 4) has norm 5; clipped to 1 it is (0.6, 0.8).
+    assert float(clip_coefficient(torch.tensor(5.0), 1.0)) == pytest.approx(0.2, rel=1e-6)
+    assert float(clip_coefficient(torch.tensor(0.5), 1.0)) == 1.0
+    assert float(clip_coefficient(torch.tensor(5.0), 0.0)) == 1.0
+    assert float(clip_coefficient(torch.tensor(float("nan")), 1.0)) == 1.0

@@ -1,0 +1,166 @@
+"""Checkpoints: whole or absent, verified before use, exact to the bit."""
+
+import os
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from kubelora_trainer.errors import ConfigurationError
+from tests.trainer.engine import Engine
+
+
+def trained(path: Path) -> torch.Tensor:
+    engine = Engine(path)
+    engine.train()
+    return engine.buffers.masters.clone()
+
+
+@pytest.mark.parametrize("cut", range(1, 18))
+def test_a_run_cut_at_any_micro_step_ends_with_the_same_bits(tmp_path: Path, cut: int) -> None:
+    whole = Engine(tmp_path / "whole")
+    whole.train()
+    first = Engine(tmp_path / "cut")
+    position = first.train(micro_steps=cut)
+    assert position.micro_step == cut
+    second = Engine(tmp_path / "cut")
+    assert second.resumed is not None
+    assert second.position.micro_step == cut
+    second.train()
+    for name in ("masters", "working"):
+        assert torch.equal(getattr(whole.buffers, name), getattr(second.buffers, name)), name
+    assert torch.equal(whole.optimizer.second_moment, second.optimizer.second_moment)
+    assert whole.exporter.report.loss == second.exporter.report.loss
+    assert whole.reporter.watch == second.reporter.watch
+    assert whole.reporter.norm_range == second.reporter.norm_range
+
+
+def test_the_middle_of_a_window_keeps_the_accumulator(tmp_path: Path) -> None:
+    first = Engine(tmp_path)
+    first.train(micro_steps=4)  # one window of three, and one micro-step of the next
+    assert first.saved[-1].path.name == "step-000001.1"
+    assert first.buffers.gradient.count_nonzero() > 0
+    second = Engine(tmp_path)
+    assert torch.equal(first.buffers.gradient, second.buffers.gradient)
+    assert second.position.window_samples == 1
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    Engine(tmp_path).train(every=1)
+    kept = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-000004", "step-000005", "step-000006"]
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("masters.safetensors", truncate),
+        ("masters.safetensors", flip_a_bit),
+        ("second_moment.safetensors", remove),
+        ("checkpoint.json", truncate),
+        ("checkpoint.json", remove),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    expected = trained(tmp_path / "whole")
+    Engine(tmp_path / "cut").train(micro_steps=13, every=1)
+    newest = tmp_path / "cut" / "checkpoints" / "step-000004.1"
+    damage(newest / name)
+    again = Engine(tmp_path / "cut")
+    assert again.position.step == 4
+    assert again.position.micro_step == 12
+    assert len(again.warnings) == 1
+    assert "step-000004.1 is not usable" in again.warnings[0]
+    assert name in again.warnings[0]
+    again.train()
+    assert torch.equal(again.buffers.masters, expected)
+
+
+def test_no_usable_checkpoint_means_a_fresh_start(tmp_path: Path) -> None:
+    Engine(tmp_path).train(micro_steps=4)
+    truncate(tmp_path / "checkpoints" / "step-000001.1" / "gradient.safetensors")
+    again = Engine(tmp_path)
+    assert again.resumed is None
+    assert again.position.step == 0
+
+
+def test_an_older_attempt_writes_nothing_once_a_newer_one_began(tmp_path: Path) -> None:
+    old = Engine(tmp_path, attempt=1)
+    Engine(tmp_path, attempt=2).exporter.close()
+    with pytest.raises(ConfigurationError, match=r"attempt 2 of run .* took this output folder"):
+        old.train(every=1)
+    assert not (tmp_path / "checkpoints").exists()
+    with pytest.raises(ConfigurationError, match="attempt 1 is too old"):
+        Engine(tmp_path, attempt=1)
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_write_that_the_system_refuses_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.train(micro_steps=4)
+    with (
+        file_size_limit(100),
+        pytest.raises(ConfigurationError, match=r"can't write to .*step-000001\.1: .*size limit"),
+    ):
+        engine.checkpoint(engine.position)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001.1"]
+    again = Engine(tmp_path)
+    assert again.warnings == []
+    assert again.position.micro_step == 4
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_stands(small_disk: Path) -> None:
+    engine = Engine(small_disk)
+    engine.train(micro_steps=4)
+    filler = small_disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    with pytest.raises(ConfigurationError, match="no space left on the device; free some"):
+        engine.checkpoint(engine.position)
+    with pytest.raises(ConfigurationError, match="no space left"):
+        engine.folder.write_manifest("Failed")
+    assert [p.name for p in (small_disk / "checkpoints").iterdir()] == ["step-000001.1"]
+    filler.unlink()
+    assert Engine(small_disk).position.micro_step == 4

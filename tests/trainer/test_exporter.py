@@ -1,0 +1,185 @@
+"""The metrics port: what it serves, and how long a finished run waits for Prometheus."""
+
+import json
+import math
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from kubelora_api import metrics
+from kubelora_api.report import RunReport
+from kubelora_trainer.exporter import PROMETHEUS_HEADER, Exporter, TrainerMetrics
+from kubelora_trainer.health import WatchState
+from kubelora_trainer.precision import PrecisionPlan
+from kubelora_trainer.telemetry import GroupNumbers, StepNumbers
+
+REPORT = RunReport(run_id="abc", attempt=2, phase="Training", step=3, total_steps=9)
+GROUP = GroupNumbers(1.5, 0.5, 0.25, 2, 0.125, 0.0625, math.nan)
+NUMBERS = StepNumbers(3, 1e-4, 0.75, 8, 1.5, {"down.lora_A": GROUP}, [1.5], [0.5])
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def exporter(clock: Clock) -> Iterator[Exporter]:
+    registry = CollectorRegistry()
+    plan = PrecisionPlan(torch.bfloat16, torch.float32, torch.float32)
+    families = TrainerMetrics(registry, plan)
+    families.plan_steps(0, 9)
+    families.publish(NUMBERS, WatchState(active=frozenset({"UpdatesLost"})), seconds=0.5)
+    families.publish(NUMBERS, WatchState(active=frozenset({"UpdatesLost"})), seconds=0.5)
+    families.checkpointed(2, 1_800_000_000.0)
+    served = Exporter(registry, REPORT, 0, any_port=True, everywhere=False, clock=clock)
+    yield served
+    served.close()
+
+
+def get(exporter: Exporter, path: str, **headers: str) -> tuple[int, str]:
+    url = f"http://127.0.0.1:{exporter.port}{path}"
+    request = urllib.request.Request(
+        url, headers={k.replace("_", "-"): v for k, v in headers.items()}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def scrape(exporter: Exporter) -> None:
+    before = exporter.scrapes_seen
+    assert get(exporter, "/metrics", **{PROMETHEUS_HEADER: "10"})[0] == 200
+    while exporter.scrapes_seen == before:  # noted after the answer has gone out
+        time.sleep(0.001)
+
+
+def test_every_metric_of_the_contract_is_served_with_its_labels(exporter: Exporter) -> None:
+    text = get(exporter, "/metrics")[1]
+    samples = {s.name: s for family in text_string_to_metric_families(text) for s in family.samples}
+    for metric in metrics.TRAINER_METRICS:
+        assert metric.name in samples, metric.name
+        assert set(samples[metric.name].labels) == set(metric.labels), metric.name
+    assert samples["kubelora_grad_norm"].value == 1.5
+    assert samples["kubelora_grad_norm"].labels == {"group": "down.lora_A"}
+    assert samples["kubelora_grad_nonfinite_total"].value == 4  # 2 in each of two steps
+    assert samples["kubelora_grad_underflow_ratio"].labels["dtype"] == "bf16"
+    assert math.isnan(samples["kubelora_update_lost_ratio"].value)
+    assert samples["kubelora_steps_planned"].value == 9
+    assert samples["kubelora_checkpoint_step"].value == 2
+    assert samples["kubelora_numerics_info"].labels == {
+        "compute": "bf16",
+        "accumulator": "fp32",
+        "master_weights": "fp32",
+    }
+
+
+def test_a_finding_reads_one_while_it_lasts_and_zero_otherwise(exporter: Exporter) -> None:
+    text = get(exporter, "/metrics")[1]
+    assert 'kubelora_health_finding{finding="UpdatesLost",severity="critical"} 1.0' in text
+    assert 'kubelora_health_finding{finding="GradientAbsorbed",severity="critical"} 0.0' in text
+
+
+def test_the_status_is_the_run_report(exporter: Exporter) -> None:
+    status, body = get(exporter, "/status")
+    assert status == 200
+    assert RunReport.model_validate(json.loads(body)) == REPORT
+    exporter.report = REPORT.model_copy(update={"step": 4})
+    assert json.loads(get(exporter, "/status")[1])["step"] == 4
+
+
+def test_the_health_probe_answers_and_other_paths_do_not(exporter: Exporter) -> None:
+    assert get(exporter, "/healthz") == (200, "ok\n")
+    assert get(exporter, "/metrics?name[]=x")[0] == 200
+    assert get(exporter, "/")[0] == 404
+
+
+def test_a_reader_that_says_nothing_blocks_nobody(exporter: Exporter) -> None:
+    with socket.create_connection(("127.0.0.1", exporter.port)):
+        assert get(exporter, "/healthz")[0] == 200
+
+
+def test_a_taken_port_is_an_error_or_another_port(exporter: Exporter) -> None:
+    registry = CollectorRegistry()
+    with pytest.raises(OSError, match="in use"):
+        Exporter(registry, REPORT, exporter.port, any_port=False, everywhere=False)
+    second = Exporter(registry, REPORT, exporter.port, any_port=True, everywhere=False)
+    assert second.port != exporter.port
+    second.close()
+
+
+def test_in_a_pod_both_families_of_addresses_are_served() -> None:
+    served = Exporter(CollectorRegistry(), REPORT, 0, any_port=True, everywhere=True)
+    assert get(served, "/healthz")[0] == 200
+    served.close()
+
+
+def test_a_run_that_nobody_scraped_waits_for_nobody(exporter: Exporter) -> None:
+    get(exporter, "/metrics")  # a person with a browser is no Prometheus
+    assert exporter.last_scrape_budget() == 0.0
+    assert exporter.wait_for_scrape(lambda: False) is False
+
+
+def test_the_wait_is_twice_the_interval_and_at_most_a_minute(
+    exporter: Exporter, clock: Clock
+) -> None:
+    scrape(exporter)
+    assert exporter.last_scrape_budget() == 60.0
+    clock.now += 15
+    scrape(exporter)
+    assert exporter.last_scrape_budget() == 30.0
+    clock.now += 45
+    scrape(exporter)
+    assert exporter.last_scrape_budget() == 60.0
+
+
+def test_the_wait_ends_with_the_next_scrape(exporter: Exporter) -> None:
+    scrape(exporter)
+    seen: list[bool] = []
+    polled = threading.Event()
+
+    def stop() -> bool:
+        polled.set()
+        return False
+
+    waiting = threading.Thread(
+        target=lambda: seen.append(exporter.wait_for_scrape(stop)), daemon=True
+    )
+    waiting.start()
+    assert polled.wait(10)
+    scrape(exporter)
+    waiting.join(10)
+    assert seen == [True]
+
+
+def test_after_sigterm_nobody_is_kept_waiting(exporter: Exporter) -> None:
+    scrape(exporter)
+    assert exporter.wait_for_scrape(lambda: True) is False
+
+
+def test_the_wait_gives_up_in_time(exporter: Exporter, clock: Clock) -> None:
+    scrape(exporter)
+
+    def later() -> bool:
+        clock.now += 61
+        return False
+
+    assert exporter.wait_for_scrape(later) is False
