@@ -169,7 +169,7 @@ def _train_and_export(
         edge=spec.dataset.resolution,
     )
     run.say("\n" + summary_text(summary))
-    return f"{position.step} steps done, {reporter.watch.verdict}", artifacts
+    return f"{position.step} steps done; numerical health: {reporter.watch.verdict}", artifacts
 
 
 def _begin(
