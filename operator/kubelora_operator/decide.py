@@ -9,12 +9,11 @@ An ended attempt is accounted for by the condition Restarting (or Suspended) tur
 same write that raises ``restarts``: the cause can then vanish with the pod and is not judged twice.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from kubelora_api.report import FinalReport, RunReport
-from kubelora_api.status import JobStatus
+from kubelora_api.report import FinalReport
 from kubelora_operator.cause import (
     Cause,
     Cost,
@@ -28,7 +27,6 @@ from kubelora_operator.conditions import (
     ACCEPTED,
     COMPLETE,
     FAILED,
-    HEALTHY,
     QUEUED,
     RESTARTING,
     RUNNING,
@@ -37,80 +35,34 @@ from kubelora_operator.conditions import (
     time_of,
     time_text,
 )
+from kubelora_operator.draft import SOON, Draft, stopped
 from kubelora_operator.notices import notices_between
-from kubelora_operator.observation import Child, Observation, TrainerPod, Unreachable, Why
+from kubelora_operator.observation import Child, Observation, TrainerPod, Why
 from kubelora_operator.plan import Plan
 from kubelora_operator.progress import (
     judge_health,
     lossy_settings,
     with_final_report,
-    with_report,
 )
 from kubelora_operator.state import state_of
+from kubelora_operator.under_way import track
 
 KEPT_ATTEMPTS: Final = 3
 """Jobs of ended attempts that stay for `kubectl describe` and `kubectl logs`."""
-_SOON: Final = timedelta(seconds=2)
-_SLOW: Final = timedelta(seconds=30)
-_TRAINER_START: Final = timedelta(minutes=2)
-"""Time a trainer may take to load its model before its silence is worth a word."""
 _FREE_REASONS: Final = frozenset({"Disrupted", "PodDeleted", "JobDeleted", "Interrupted"})
 _REJECTIONS: Final = frozenset({"Rejected", "NameTaken"})
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A decision in the making: the status so far and what goes with it."""
-
-    seen: Observation
-    now: datetime
-    status: JobStatus
-    conditions: Conditions
-    delete: tuple[Child, ...] = ()
-    create: int | None = None
-    again_after: timedelta | None = None
-
-    def tell(self, kind: str, truth: bool, reason: str, message: str) -> "_Draft":
-        status = "True" if truth else "False"
-        return replace(
-            self,
-            conditions=self.conditions.set(kind, status, reason, message),  # type: ignore[arg-type]
-        )
-
-    def untell(self, kind: str, reason: str, message: str) -> "_Draft":
-        return replace(self, conditions=self.conditions.clear(kind, reason, message))
-
-    def update(self, **fields: object) -> "_Draft":
-        return replace(self, status=self.status.model_copy(update=fields))
-
-    @property
-    def child(self) -> Child | None:
-        return self.seen.child_of(self.status.attempt)
-
-    @property
-    def pods(self) -> tuple[TrainerPod, ...]:
-        return self.seen.pods_of(self.status.attempt)
-
-    @property
-    def accounted(self) -> bool:
-        """Whether the current attempt is over and paid for, or was never begun."""
-        return self.conditions.is_true(RESTARTING) or self.conditions.is_true(SUSPENDED)
-
-    @property
-    def live(self) -> bool:
-        return any(c.live for c in self.seen.children) or any(p.live for p in self.seen.pods)
 
 
 def decide(seen: Observation, now: datetime, poll: timedelta = timedelta(seconds=10)) -> Plan:
     """What is to be done about the job. ``poll``: between two looks at a running pod."""
     if seen.deleting:
         return Plan(status=seen.status)
-    draft = _Draft(
+    draft = Draft(
         seen, now, seen.status, Conditions.start(seen.status.conditions, seen.generation, now)
     )
     if _terminal(draft.conditions):
         strays = tuple(c for c in seen.children if c.live and not c.deleting)
-        return Plan(seen.status, delete=strays, again_after=_SOON if draft.live else None)
+        return Plan(seen.status, delete=strays, again_after=SOON if draft.live else None)
     return _finished(_decide(_accepted(_recovered(draft)), poll))
 
 
@@ -118,7 +70,7 @@ def _terminal(conditions: Conditions) -> bool:
     return conditions.is_true(COMPLETE) or conditions.is_true(FAILED)
 
 
-def _recovered(draft: _Draft) -> _Draft:
+def _recovered(draft: Draft) -> Draft:
     """Take the attempt's number from what exists when the status was wiped."""
     known = {c.attempt for c in draft.seen.children} | draft.seen.anchors
     if draft.status.attempt > 0 or not known:
@@ -129,7 +81,7 @@ def _recovered(draft: _Draft) -> _Draft:
     return draft.update(attempt=max(known))
 
 
-def _accepted(draft: _Draft) -> _Draft:
+def _accepted(draft: Draft) -> Draft:
     spec = draft.seen.spec
     if spec is None:
         what = "; ".join(draft.seen.problems) or "the resource can't be read"
@@ -140,7 +92,7 @@ def _accepted(draft: _Draft) -> _Draft:
     return draft.tell(ACCEPTED, True, "Valid", "the job is valid")
 
 
-def _decide(draft: _Draft, poll: timedelta) -> _Draft:
+def _decide(draft: Draft, poll: timedelta) -> Draft:
     child = draft.child
     draft = _without_strays(draft)
     if child and child.state == "complete":
@@ -162,10 +114,10 @@ def _decide(draft: _Draft, poll: timedelta) -> _Draft:
         return _next_attempt(draft)
     if child is None:
         return _start(draft)
-    return _track(draft, child, poll)
+    return track(draft, child, poll)
 
 
-def _without_strays(draft: _Draft) -> _Draft:
+def _without_strays(draft: Draft) -> Draft:
     """Delete live Jobs of other attempts, and ended ones beyond those that are kept."""
     attempt = draft.status.attempt
     strays = tuple(
@@ -177,12 +129,12 @@ def _without_strays(draft: _Draft) -> _Draft:
     return replace(draft, delete=strays)
 
 
-def _lost(draft: _Draft) -> bool:
+def _lost(draft: Draft) -> bool:
     """The status was wiped and the Job is gone; only the ConfigMap says that there was one."""
     return draft.seen.status.attempt == 0 and draft.status.attempt in draft.seen.anchors
 
 
-def _state_lost(draft: _Draft) -> _Draft:
+def _state_lost(draft: Draft) -> Draft:
     return _fail(
         draft,
         Why(
@@ -193,14 +145,14 @@ def _state_lost(draft: _Draft) -> _Draft:
     )
 
 
-def _complete(draft: _Draft, child: Child) -> _Draft:
+def _complete(draft: Draft, child: Child) -> Draft:
     if _others_live(draft):
-        return replace(draft, again_after=_SOON)
+        return replace(draft, again_after=SOON)
     final = _last_word(draft.pods)
     status = with_final_report(draft.status, final, done=True)
     ended = end_of(child, draft.now)
     message = final.message if final else "training is done; its pod left no final report"
-    draft = _stopped(replace(draft, status=status), "Finished", "the trainer is done", ended)
+    draft = stopped(replace(draft, status=status), "Finished", "the trainer is done", ended)
     draft = draft.untell(RESTARTING, "Complete", "the job is complete")
     draft = draft.untell(SUSPENDED, "Complete", "the job is complete")
     if final or draft.status.health:
@@ -210,7 +162,7 @@ def _complete(draft: _Draft, child: Child) -> _Draft:
     )
 
 
-def _ended(draft: _Draft, cause: Cause) -> _Draft:
+def _ended(draft: Draft, cause: Cause) -> Draft:
     """An attempt is over and not done: account for it, once."""
     status = with_final_report(draft.status, _last_word(draft.pods), done=False)
     draft = replace(draft, status=status)
@@ -227,7 +179,7 @@ def _ended(draft: _Draft, cause: Cause) -> _Draft:
             ),
         )
     ended = end_of(draft.child, draft.now)
-    draft = _stopped(draft, cause.why.reason, cause.why.message, ended)
+    draft = stopped(draft, cause.why.reason, cause.why.message, ended)
     draft = draft.update(restarts=restarts)
     if draft.seen.suspend and not draft.live:
         return _suspend(draft)
@@ -243,11 +195,11 @@ def _ended(draft: _Draft, cause: Cause) -> _Draft:
     return replace(draft, again_after=_remaining(draft))
 
 
-def _fail(draft: _Draft, why: Why) -> _Draft:
+def _fail(draft: Draft, why: Why) -> Draft:
     if _others_live(draft):
-        return replace(draft, again_after=_SOON)
+        return replace(draft, again_after=SOON)
     ended = end_of(draft.child, draft.now)
-    draft = _stopped(draft, why.reason, why.message, ended)
+    draft = stopped(draft, why.reason, why.message, ended)
     draft = draft.untell(RESTARTING, "Failed", "the job has failed")
     draft = draft.untell(SUSPENDED, "Failed", "the job has failed")
     if draft.status.health and draft.status.health.verdict != "Unknown":
@@ -257,7 +209,7 @@ def _fail(draft: _Draft, why: Why) -> _Draft:
     )
 
 
-def _others_live(draft: _Draft) -> bool:
+def _others_live(draft: Draft) -> bool:
     """Whether anything but the current child could still write: a result waits for its end."""
     attempt = draft.status.attempt
     return any(c.live and c.attempt != attempt for c in draft.seen.children) or any(
@@ -265,18 +217,18 @@ def _others_live(draft: _Draft) -> bool:
     )
 
 
-def _suspend(draft: _Draft) -> _Draft:
+def _suspend(draft: Draft) -> Draft:
     live = tuple(c for c in draft.seen.children if c.live and not c.deleting)
     others = tuple(c for c in draft.delete if c not in live)
     draft = draft.untell(QUEUED, "Suspended", "spec.suspend is true")
     if draft.live:
         draft = draft.tell(SUSPENDED, False, "Suspending", "the pods save a checkpoint and end")
-        return replace(draft, delete=others + live, again_after=_SOON)
+        return replace(draft, delete=others + live, again_after=SOON)
     # Restarting stays until Suspended takes over, so that the ended attempt stays accounted for.
     draft = draft.untell(RESTARTING, "Suspended", "spec.suspend is true")
     at = draft.status.checkpoint
     where = f" from the checkpoint of step {at.step}" if at else " from the last checkpoint"
-    draft = _stopped(draft, "Suspended", "spec.suspend is true", draft.now)
+    draft = stopped(draft, "Suspended", "spec.suspend is true", draft.now)
     return draft.tell(
         SUSPENDED,
         True,
@@ -285,10 +237,10 @@ def _suspend(draft: _Draft) -> _Draft:
     )
 
 
-def _next_attempt(draft: _Draft) -> _Draft:
+def _next_attempt(draft: Draft) -> Draft:
     """Number the next attempt, when the old one is gone, its delay is over and the spec is good."""
     if draft.live:
-        return replace(draft, again_after=_SOON)
+        return replace(draft, again_after=SOON)
     wait = _remaining(draft)
     if wait > timedelta():
         return replace(draft, again_after=wait)
@@ -301,16 +253,16 @@ def _next_attempt(draft: _Draft) -> _Draft:
     return _create(draft)
 
 
-def _start(draft: _Draft) -> _Draft:
+def _start(draft: Draft) -> Draft:
     """Create the attempt's objects: the first time, or again after a crash in between."""
     if draft.seen.spec is None:
         return _idle(draft, "InvalidSpec", "the job is not valid; see the condition Accepted")
     if draft.live:
-        return replace(draft, again_after=_SOON)
+        return replace(draft, again_after=SOON)
     return _create(draft.update(attempt=max(draft.status.attempt, 1)))
 
 
-def _create(draft: _Draft) -> _Draft:
+def _create(draft: Draft) -> Draft:
     rejection = draft.seen.rejection
     if rejection:
         draft = _idle(draft, rejection.reason, rejection.message)
@@ -321,11 +273,11 @@ def _create(draft: _Draft) -> _Draft:
     return replace(draft, create=draft.status.attempt)
 
 
-def _idle(draft: _Draft, reason: str, message: str) -> _Draft:
+def _idle(draft: Draft, reason: str, message: str) -> Draft:
     return draft.tell(RUNNING, False, reason, message)
 
 
-def _remaining(draft: _Draft) -> timedelta:
+def _remaining(draft: Draft) -> timedelta:
     """How long the next attempt still has to wait."""
     restarting = draft.conditions.get(RESTARTING)
     if restarting is None or restarting.status != "True":
@@ -338,78 +290,11 @@ def _remaining(draft: _Draft) -> timedelta:
     return max(due - draft.now, timedelta())
 
 
-def _track(draft: _Draft, child: Child, poll: timedelta) -> _Draft:
-    """The attempt is under way: tell how it fares."""
-    draft = draft.update(child_uid=child.uid)
-    if draft.status.start_time is None:
-        draft = draft.update(start_time=time_text(draft.now))
-    draft = draft.untell(RESTARTING, "Restarted", f"attempt {child.attempt} was started")
-    if child.deleting:
-        return replace(draft, again_after=_SOON)
-    draft = draft.untell(SUSPENDED, "Resumed", f"attempt {child.attempt} goes on")
-    if child.suspended:
-        return _queued(draft, child)
-    if child.queue:
-        draft = draft.tell(QUEUED, False, "Admitted", f"queue {child.queue} has admitted the job")
-    pod = next((p for p in reversed(draft.pods) if p.live and not p.deleting), None)
-    if pod is None or not pod.running:
-        return _pending(draft, pod)
-    return replace(_running(draft, pod), again_after=poll)
-
-
-def _queued(draft: _Draft, child: Child) -> _Draft:
-    if child.queue:
-        why = Why("WaitingForAdmission", f"queue {child.queue} has not admitted the job yet")
-    else:
-        why = Why("JobSuspended", f"Job {child.name} was suspended from outside: resume it there")
-    draft = _stopped(draft, "Queued", why.message, draft.now)
-    return draft.tell(QUEUED, True, why.reason, why.message)
-
-
-def _pending(draft: _Draft, pod: TrainerPod | None) -> _Draft:
-    why = pod.stuck if pod else None
-    if why is None and draft.seen.rejection:
-        why = draft.seen.rejection
-    if why is None:
-        why = Why("Starting", "the pod's container is being started" if pod else "no pod yet")
-    return replace(_stopped(draft, why.reason, why.message, draft.now), again_after=_SLOW)
-
-
-def _running(draft: _Draft, pod: TrainerPod) -> _Draft:
-    report = draft.seen.report
-    reason = draft.conditions.reason(RUNNING) if draft.conditions.is_true(RUNNING) else ""
-    if isinstance(report, RunReport):
-        draft = replace(draft, status=with_report(draft.status, report, draft.now))
-        draft = replace(draft, conditions=judge_health(draft.conditions, report.health))
-        return draft.tell(RUNNING, True, "Training", f"pod {pod.name} trains")
-    if isinstance(report, Unreachable) and _late(pod, draft.now):
-        message = f"pod {pod.name} runs, but its status can't be read: {report.cause}"
-        draft = draft.tell(RUNNING, True, "StatusUnreachable", message)
-        unknown = draft.conditions.set(HEALTHY, "Unknown", "StatusUnreachable", message)
-        return replace(draft, conditions=unknown)
-    if reason in ("Training", "StatusUnreachable"):
-        return draft
-    return draft.tell(RUNNING, True, "TrainerStarting", f"pod {pod.name} loads model and data")
-
-
-def _late(pod: TrainerPod, now: datetime) -> bool:
-    return pod.since is None or now - pod.since > _TRAINER_START
-
-
-def _stopped(draft: _Draft, reason: str, message: str, ended: datetime) -> _Draft:
-    """Running=False; the time it ran until ``ended`` is added to ``activeSeconds``."""
-    running = draft.conditions.get(RUNNING)
-    if running and running.status == "True":
-        ran = max(int((ended - time_of(running.last_transition_time)).total_seconds()), 0)
-        draft = draft.update(active_seconds=(draft.status.active_seconds or 0) + ran)
-    return draft.tell(RUNNING, False, reason, message)
-
-
 def _last_word(pods: tuple[TrainerPod, ...]) -> FinalReport | None:
     return next((p.final for p in reversed(pods) if p.final), None)
 
 
-def _finished(draft: _Draft) -> Plan:
+def _finished(draft: Draft) -> Plan:
     """The plan of a draft: conditions and state put into the status, notices of what changed."""
     status = draft.status.model_copy(
         update={

@@ -1,13 +1,13 @@
 """Promises that hold whatever happens, in whatever order, with two operators at work."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
+
 from kubelora_operator.decide import decide
 from kubelora_operator.plan import Plan
-
 from tests.operator.world import World, truth
 
 COUNTED = (1, 4, 137, 143)
@@ -21,7 +21,9 @@ class History:
     stale: tuple[Plan, int] | None = None
     failures: int = 0
     ended: list[int] | None = None
-    labels: list[str] = field(default_factory=list)
+
+    def work(self) -> None:
+        self.world.reconcile()
 
     def look_twice(self) -> None:
         """The second operator looks, and will act on this view later."""
@@ -54,9 +56,9 @@ def exits(code: int) -> Callable[[History], None]:
 
 # What can happen. The operator's own turn stands in thrice, so that histories get somewhere.
 HAPPENINGS: dict[str, Callable[[History], None]] = {
-    "operator": lambda h: h.world.reconcile() and None,
-    "operator again": lambda h: h.world.reconcile() and None,
-    "operator once more": lambda h: h.world.reconcile() and None,
+    "operator": History.work,
+    "operator again": History.work,
+    "operator once more": History.work,
     "second operator looks": History.look_twice,
     "second operator acts late": History.act_late,
     "a second": lambda h: h.world.wait(seconds=1),
