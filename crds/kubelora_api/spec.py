@@ -104,6 +104,25 @@ class Dataset(ApiModel):
         description="What an image that can't be used does: fail ends the run before training "
         "(default), skip leaves it out and says so in preflight.json.",
     )
+    on_duplicate: Literal["keep", "skip"] = Field(
+        "keep",
+        description="What a file does whose bytes were met before: keep trains on it too and says "
+        "so (default), skip leaves it out.",
+    )
+    min_short_edge: Annotated[int, Field(ge=0, le=16384)] = Field(
+        0,
+        description="An image whose shorter edge has fewer pixels can't be used. Default 0, up to "
+        "16384: small images are enlarged, and noted.",
+    )
+    max_aspect_ratio: Annotated[float, Field(ge=1, le=1000)] | None = Field(
+        None,
+        description="An image whose longer edge is more than this many times its shorter one "
+        "can't be used. 1 to 1000. Default: no limit.",
+    )
+    background: Annotated[str, Field(pattern="^#[0-9a-fA-F]{6}$", max_length=7)] = Field(
+        "#ffffff",
+        description="Colour that transparent pixels are laid on, as #rrggbb. Default #ffffff.",
+    )
 
 
 class Adapter(ApiModel):

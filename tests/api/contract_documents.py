@@ -100,6 +100,10 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("no output", "spec/output", _REMOVE, "spec.output"),
     Wrong("odd resolution", "spec/dataset/resolution", 1001, "spec.dataset.resolution"),
     Wrong("dropout above 1", "spec/dataset/captionDropout", 1.5, "spec.dataset.captionDropout"),
+    Wrong("a named colour", "spec/dataset/background", "white", "spec.dataset.background"),
+    Wrong("an edge below 0", "spec/dataset/minShortEdge", -1, "spec.dataset.minShortEdge"),
+    Wrong("a ratio below 1", "spec/dataset/maxAspectRatio", 0.5, "spec.dataset.maxAspectRatio"),
+    Wrong("unknown duplicates", "spec/dataset/onDuplicate", "drop", "spec.dataset.onDuplicate"),
     Wrong(
         "bf16 accumulator",
         "spec/precision",
@@ -222,6 +226,17 @@ RIGHT: dict[str, Document] = {
     "a queue, suspended": changed("spec/suspend", True, changed("spec/queueName", "team-studio")),
     "the shortest name": changed("metadata/name", "b"),
     "the longest name": changed("metadata/name", "b" * 40),
+    "strict about its images": changed(
+        "spec/dataset",
+        {
+            "uri": "pvc://photos",
+            "onBadImage": "skip",
+            "onDuplicate": "skip",
+            "minShortEdge": 512,
+            "maxAspectRatio": 2.5,
+            "background": "#8080FF",
+        },
+    ),
     "on a CPU": changed("spec/workers", {"gpusPerNode": 0}),
     "a null is an absent field": changed("spec/adapter/alpha", None),
 }

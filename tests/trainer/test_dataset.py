@@ -1,5 +1,6 @@
 """Every image of a folder is accounted for before training; captions are found or missed aloud."""
 
+import hashlib
 import json
 import re
 from dataclasses import asdict
@@ -12,12 +13,14 @@ from kubelora_api import spec
 from kubelora_trainer.dataset import Dataset, open_dataset
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import ConfigurationError
-from kubelora_trainer.preflight import PreflightReport, Remark, preflight, write_report
+from kubelora_trainer.preflight import preflight, refuse
+from kubelora_trainer.preflight_report import PreflightReport, Remark, write_report
 
 
 def _image(path: Path, size: tuple[int, int] = (80, 80)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size, (len(path.name) * 9 % 255, 120, 60)).save(path)
+    colour = tuple(hashlib.sha256(path.name.encode()).digest()[:3])
+    Image.new("RGB", size, colour).save(path)
     return path
 
 
@@ -27,7 +30,8 @@ def _metadata(folder: Path, *entries: dict[str, object]) -> None:
 
 
 def _skipping(folder: Path) -> tuple[dict[str, str], PreflightReport]:
-    samples, report = preflight(folder, 64, "skip")
+    samples, report = preflight(folder, spec.Dataset(uri="x", resolution=64))
+    refuse(report, "skip")
     return {sample.file: sample.caption for sample in samples}, report
 
 
@@ -60,7 +64,7 @@ def test_captions_come_from_metadata_then_from_text_files_and_folders_are_entere
         "sub/d.png": "a line\u2028separator",
         "sub/e.PNG": "",
     }
-    assert report.notes == (Remark("sub/e.PNG", "no caption"),)
+    assert report.notes == (Remark("sub/e.PNG", "no caption", "", "trained on the empty caption"),)
     assert (report.without_caption, report.other_files) == (1, 1)
 
 
@@ -76,7 +80,7 @@ def test_found_is_used_plus_skipped_and_each_bad_image_is_named(tmp_path: Path) 
     captions, report = _skipping(tmp_path)
     assert len(captions) == report.used == 3
     assert (report.found, len(report.skipped)) == (8, 5)
-    reasons = {remark.file: remark.text for remark in report.skipped}
+    reasons = {remark.file: remark.detail for remark in report.skipped}
     assert reasons.keys() == {"zero.jpg", "text.jpg", "cut.png", "photo.heic", "gone.png"}
     assert "0 bytes" in reasons["zero.jpg"]
     assert "does not exist" in reasons["gone.png"]
@@ -99,19 +103,26 @@ def test_a_bad_image_ends_the_run_by_default_and_the_message_lists_the_first(
 
 def test_a_folder_without_usable_images_is_an_error_even_when_skipping(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="holds no images"):
-        preflight(tmp_path, 64, "skip")
+        _skipping(tmp_path)
     (tmp_path / "a.jpg").touch()
     with pytest.raises(ConfigurationError, match=r"No image .* can be used: a.jpg: it is empty"):
-        preflight(tmp_path, 64, "skip")
+        _skipping(tmp_path)
     with pytest.raises(ConfigurationError, match="is no folder"):
-        preflight(tmp_path / "none", 64, "skip")
+        _skipping(tmp_path / "none")
 
 
-def test_a_caption_that_is_not_utf8_names_the_byte(tmp_path: Path) -> None:
+def test_a_caption_that_is_not_utf8_is_its_images_problem_and_names_the_byte(
+    tmp_path: Path,
+) -> None:
+    """0x92 is the apostrophe of Windows-1252; it follows 6 bytes."""
     _image(tmp_path / "a.png")
-    (tmp_path / "a.txt").write_bytes("une bouteille dorée".encode("latin-1"))
-    with pytest.raises(ConfigurationError, match=r"a.txt is not UTF-8: byte 17 is 0xe9"):
-        preflight(tmp_path, 64, "skip")
+    _image(tmp_path / "b.png")
+    (tmp_path / "a.txt").write_bytes("grocer’s bottle".encode("cp1252"))
+    captions, report = _skipping(tmp_path)
+    assert list(captions) == ["b.png"]
+    (problem,) = report.skipped
+    assert (problem.file, problem.problem) == ("a.png", "caption not UTF-8")
+    assert re.search(r"a\.txt is not UTF-8: byte 6 is 0x92", problem.detail)
 
 
 @pytest.mark.parametrize(
@@ -129,23 +140,23 @@ def test_a_wrong_metadata_line_is_named(tmp_path: Path, line: str, sentence: str
     _image(tmp_path / "a.png")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n' + line)
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
-        preflight(tmp_path, 64, "skip")
+        _skipping(tmp_path)
 
 
 def test_small_images_are_upscaled_and_empty_captions_kept_and_both_are_noted(
     tmp_path: Path,
 ) -> None:
-    _image(tmp_path / "small.png", (40, 90))
+    _image(tmp_path / "small.png", (40, 70))
     (tmp_path / "small.txt").write_text(" \n")
     _, report = _skipping(tmp_path)
     assert report.notes == (
-        Remark("small.png", "upscaled from 40 x 90"),
-        Remark("small.png", "its caption is empty"),
+        Remark("small.png", "smaller than its training size", "40 x 70", "enlarged"),
+        Remark("small.png", "empty caption", "", "trained on the empty caption"),
     )
     assert report.upscaled == 1
     data = open_dataset(tmp_path, spec.Dataset(uri="x", resolution=64))
-    assert data.square(0, 0, 0).pixels.shape == (3, 64, 64)
-    assert data.square(0, 0, 0).original_size == (90, 40)
+    assert data.image(0, 0, 0).pixels.shape == (3, 64, 64)
+    assert data.image(0, 0, 0).original_size == (70, 40)
 
 
 def test_linked_folders_are_entered_once_and_loops_end(tmp_path: Path) -> None:
@@ -165,15 +176,22 @@ def test_the_report_is_written_as_it_is(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "preflight.json").read_text())
     assert written == json.loads(json.dumps(asdict(report)))
     assert written["found"] == 1
-    assert written["notes"] == [{"file": "a.png", "text": "no caption"}]
+    assert written["notes"] == [
+        {
+            "file": "a.png",
+            "problem": "no caption",
+            "detail": "",
+            "done": "trained on the empty caption",
+        }
+    ]
 
 
 def test_a_file_that_changes_after_preflight_is_an_error(tmp_path: Path) -> None:
     _image(tmp_path / "a.png")
     data: Dataset = open_dataset(tmp_path, spec.Dataset(uri="x", resolution=64))
     _image(tmp_path / "a.png", (90, 70))
-    with pytest.raises(ConfigurationError, match="was 80 x 80 in preflight and is 90 x 70 now"):
-        data.square(0, 0, 0)
+    with pytest.raises(ConfigurationError, match="is another file now than in preflight"):
+        data.image(0, 0, 0)
     (tmp_path / "a.png").unlink()
     with pytest.raises(ConfigurationError, match="passed preflight, but now"):
-        data.square(0, 0, 0)
+        data.image(0, 0, 0)

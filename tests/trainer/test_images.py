@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image, ImageCms
 
+from kubelora_trainer.buckets import Size, covering_size
 from kubelora_trainer.demo import DemoPaths
-from kubelora_trainer.images import BadImageError, cut_square, decode_image, resized_size
+from kubelora_trainer.images import BadImageError, Conversion, cut_image, decode_image
 
 
 def _save(image: Image.Image, path: Path, **arguments: Any) -> Path:
@@ -36,7 +37,7 @@ def test_transparent_pixels_lie_on_white(tmp_path: Path) -> None:
     """Half transparent red on white is (255, 127 or 128, 127 or 128)."""
     path = _save(Image.new("RGBA", (4, 4), (255, 0, 0, 128)), tmp_path / "a.png")
     assert _pixel(path) == pytest.approx((255, 127.5, 127.5), abs=1)
-    assert decode_image(path).notes == ("its transparency was laid on white",)
+    assert decode_image(path).conversions == (Conversion("transparency", "laid on #ffffff"),)
 
 
 def test_palettes_with_a_transparent_colour_grey_and_bilevel_are_converted(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_the_profile_of_srgb_changes_nothing_and_a_broken_one_is_noted(tmp_path:
     assert _pixel(_save(image, tmp_path / "a.png", icc_profile=profile)) == (200, 100, 50)
     broken = _save(image, tmp_path / "b.png", icc_profile=b"nonsense")
     assert _pixel(broken) == (200, 100, 50)
-    assert "colour profile" in decode_image(broken).notes[0]
+    assert decode_image(broken).conversions == (Conversion("unusable colour profile", "ignored"),)
 
 
 def test_a_profile_of_a_wider_space_is_followed(demo: DemoPaths, tmp_path: Path) -> None:
@@ -98,7 +99,9 @@ def test_the_first_frame_of_several_is_used_and_noted(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     path = _save(frames[0], tmp_path / "a.tif", save_all=True, append_images=frames[1:])
     assert _pixel(path) == (255, 0, 0)
-    assert decode_image(path).notes == ("the first of 2 frames is used",)
+    assert decode_image(path).conversions == (
+        Conversion("several frames", "the first of 2 is used"),
+    )
 
 
 def _jpeg(size: int = 200) -> bytes:
@@ -134,17 +137,17 @@ def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
     ("width", "height", "expected"),
     [(600, 400, (96, 64)), (400, 600, (64, 96)), (50, 50, (64, 64)), (1000, 1, (64000, 64))],
 )
-def test_the_short_edge_becomes_the_resolution(
+def test_the_short_edge_becomes_the_edge_of_a_square(
     width: int, height: int, expected: tuple[int, int]
 ) -> None:
-    assert resized_size(width, height, 64) == expected
+    assert covering_size(width, height, Size(64, 64)) == Size(*expected)
 
 
 def test_a_square_is_the_same_cut_as_resizing_everything_and_cropping() -> None:
     """Against the plain two-step way on a smooth picture, where Lanczos' edges do not matter."""
     ramp = np.linspace(0, 255, 300)[None, :, None] * np.ones((200, 1, 3))
     image = Image.fromarray(ramp.astype(np.uint8))
-    square = cut_square(image, 64, across=0.5, down=0.3)
+    square = cut_image(image, Size(64, 64), across=0.5, down=0.3)
     assert (square.original_size, square.target_size) == ((200, 300), (64, 64))
     top, left = square.crop_top_left
     assert (top, left) == (0, 16)  # 96 x 64, 33 places across, the middle one
@@ -156,11 +159,60 @@ def test_a_square_is_the_same_cut_as_resizing_everything_and_cropping() -> None:
 
 def test_crops_reach_both_ends_and_never_leave_the_image() -> None:
     image = Image.new("RGB", (300, 200))
-    assert cut_square(image, 64, 0.0, 0.0).crop_top_left == (0, 0)
-    assert cut_square(image, 64, 1 - 2**-53, 1 - 2**-53).crop_top_left == (0, 32)
+    assert cut_image(image, Size(64, 64), 0.0, 0.0).crop_top_left == (0, 0)
+    assert cut_image(image, Size(64, 64), 1 - 2**-53, 1 - 2**-53).crop_top_left == (0, 32)
 
 
 def test_black_and_white_are_minus_one_and_one() -> None:
     for colour, value in (("black", -1.0), ("white", 1.0)):
-        pixels = cut_square(Image.new("RGB", (9, 9), colour), 8, 0, 0).pixels
+        pixels = cut_image(Image.new("RGB", (9, 9), colour), Size(8, 8), 0, 0).pixels
         assert torch.equal(pixels, torch.full((3, 8, 8), value))
+
+
+def test_transparency_lies_on_the_chosen_colour_and_opaque_alpha_is_no_conversion(
+    tmp_path: Path,
+) -> None:
+    """A quarter of red over black: (64, 0, 0)."""
+    path = _save(Image.new("RGBA", (4, 4), (255, 0, 0, 64)), tmp_path / "a.png")
+    decoded = decode_image(path, "#000000")
+    assert decoded.image.getpixel((0, 0)) == pytest.approx((64, 0, 0), abs=1)
+    assert decoded.conversions == (Conversion("transparency", "laid on #000000"),)
+    opaque = _save(Image.new("RGBA", (4, 4), (9, 8, 7, 255)), tmp_path / "b.png")
+    assert decode_image(opaque).conversions == ()
+    assert _pixel(opaque) == (9, 8, 7)
+
+
+def test_each_conversion_is_told(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    turned = _save(Image.new("RGB", (4, 4)), tmp_path / "a.jpg", exif=exif)
+    cmyk = _save(Image.new("CMYK", (4, 4)), tmp_path / "b.jpg")
+    grey = _save(Image.new("L", (4, 4)), tmp_path / "c.png")
+    deep = _save(Image.fromarray(np.zeros((4, 4), np.uint16)), tmp_path / "d.png")
+    palette = _save(Image.new("P", (4, 4)), tmp_path / "e.png")
+    assert decode_image(turned).conversions == (Conversion("EXIF orientation", "turned upright"),)
+    assert decode_image(cmyk).conversions == (Conversion("CMYK", "converted to RGB"),)
+    assert decode_image(grey).conversions == (Conversion("grayscale", "converted to RGB"),)
+    assert decode_image(deep).conversions == (Conversion("16 bits", "scaled to 8 bits"),)
+    assert decode_image(palette).conversions == (Conversion("palette", "converted to RGB"),)
+
+
+def test_a_profile_is_followed_under_transparency_too(demo: DemoPaths, tmp_path: Path) -> None:
+    with Image.open(demo.photos / "rocket.jpg") as rocket:
+        profile = rocket.info["icc_profile"]
+    plain = Image.new("RGB", (4, 4), (100, 150, 100))
+    expected = _pixel(_save(plain, tmp_path / "a.png", icc_profile=profile))
+    assert expected != (100, 150, 100)
+    clear = Image.new("RGBA", (4, 4), (100, 150, 100, 255))
+    assert _pixel(_save(clear, tmp_path / "b.png", icc_profile=profile)) == expected
+
+
+def test_a_mirrored_cut_is_the_cut_of_the_mirrored_image_at_the_same_offsets() -> None:
+    pixels = np.random.default_rng(1).integers(0, 255, (40, 64, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    mirrored = cut_image(image, Size(40, 40), 0.3, 0.0, mirrored=True)
+    turned = cut_image(Image.fromarray(pixels[:, ::-1].copy()), Size(40, 40), 0.3, 0.0)
+    assert mirrored.crop_top_left == turned.crop_top_left == (0, 7)  # floor(0.3 * 25)
+    assert torch.equal(mirrored.pixels, turned.pixels)
+    by_hand = torch.from_numpy(pixels[:, ::-1][:, 7:47].copy()).permute(2, 0, 1) / 127.5 - 1
+    assert torch.allclose(mirrored.pixels, by_hand, atol=1e-6)

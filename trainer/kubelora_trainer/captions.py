@@ -12,10 +12,18 @@ SUFFIXES = (".txt", ".caption")
 
 
 @dataclass(frozen=True)
-class Listing:
-    """What the metadata files say: caption by image path, None where an entry has no text."""
+class Entry:
+    """What a line of metadata.jsonl says of an image: None where it says nothing."""
 
-    captions: Mapping[Path, str | None]
+    caption: str | None
+    category: str | None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What all metadata files say, by image path."""
+
+    entries: Mapping[Path, Entry]
 
 
 def read_listing(metadata_files: list[Path], root: Path) -> Listing:
@@ -23,20 +31,20 @@ def read_listing(metadata_files: list[Path], root: Path) -> Listing:
 
     Raises ConfigurationError that names file and line.
     """
-    captions: dict[Path, str | None] = {}
+    entries: dict[Path, Entry] = {}
     for file in metadata_files:
         for number, line in enumerate(read_text(file).split("\n"), start=1):
             if not line.strip():
                 continue
             where = f"{file}, line {number}"
-            image, caption = _entry(line, where, file.parent, root)
-            if image in captions:
+            image, entry = _entry(line, where, file.parent)
+            if image in entries:
                 raise ConfigurationError(f"{where}: {image.name} is listed a second time.")
-            captions[image] = caption
-    return Listing(captions)
+            entries[image] = entry
+    return Listing(entries)
 
 
-def _entry(line: str, where: str, folder: Path, root: Path) -> tuple[Path, str | None]:
+def _entry(line: str, where: str, folder: Path) -> tuple[Path, Entry]:
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -46,24 +54,40 @@ def _entry(line: str, where: str, folder: Path, root: Path) -> tuple[Path, str |
         raise ConfigurationError(
             f'{where}: it needs a file_name, as in {{"file_name": "a.jpg", "text": "a bottle"}}.'
         )
-    text = entry.get("text")
-    if text is not None and not isinstance(text, str):
-        raise ConfigurationError(f"{where}: text must be a string, not {type(text).__name__}.")
+    for field in ("text", "category"):
+        value = entry.get(field)
+        if value is not None and not isinstance(value, str):
+            raise ConfigurationError(
+                f"{where}: {field} must be a string, not {type(value).__name__}."
+            )
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigurationError(f"{where}: file_name {name!r} leaves the dataset's folder.")
-    return folder / name, None if text is None else text.strip()
+    return folder / name, Entry(_stripped(entry.get("text")), _stripped(entry.get("category")))
+
+
+def _stripped(text: str | None) -> str | None:
+    return None if text is None else text.strip()
 
 
 def caption_of(image: Path, listing: Listing) -> str | None:
     """The image's caption; None when it has none anywhere. Raises ConfigurationError."""
-    listed = listing.captions.get(image)
-    if listed is not None:
-        return listed
+    listed = listing.entries.get(image)
+    if listed is not None and listed.caption is not None:
+        return listed.caption
     for suffix in SUFFIXES:
         for beside in (image.with_suffix(suffix), image.with_name(image.name + suffix)):
             if beside.is_file():
                 return " ".join(read_text(beside).split())
     return None
+
+
+def category_of(image: Path, folder: Path, listing: Listing) -> str:
+    """What metadata says, else the first folder below ``folder``; empty for an image on top."""
+    listed = listing.entries.get(image)
+    if listed is not None and listed.category is not None:
+        return listed.category
+    parts = image.relative_to(folder).parts
+    return parts[0] if len(parts) > 1 else ""
 
 
 def read_text(file: Path) -> str:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from kubelora_api.spec import JobSpec
 from kubelora_trainer.base_model import BaseModel
 from kubelora_trainer.dataset import Dataset
-from kubelora_trainer.images import Square
+from kubelora_trainer.images import TrainingImage
 from kubelora_trainer.order import SampleDraw, SampleOrder
 from kubelora_trainer.text import TextConditions
 
@@ -62,7 +62,7 @@ class SdxlObjective:
         self._text = TextConditions(base)
         self._moments: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
-        self._ahead: tuple[int, Future[list[Square]]] | None = None
+        self._ahead: tuple[int, Future[list[TrainingImage]]] | None = None
         if spec.training.gradient_checkpointing:
             base.unet.enable_gradient_checkpointing()
 
@@ -89,10 +89,10 @@ class SdxlObjective:
     def batch(self, micro_step: int) -> MicroBatch:
         """Everything that a micro-step feeds to the UNet, on its device."""
         draws = self.order.samples_of(micro_step)
-        squares = self._squares(micro_step)
+        images = self._images(micro_step)
         device, schedule = self._base.device, self._base.noise_scheduler
         latents = torch.stack(
-            [self._latent(draw, square) for draw, square in zip(draws, squares, strict=True)]
+            [self._latent(draw, image) for draw, image in zip(draws, images, strict=True)]
         )
         noise = torch.stack([_normal(draw.noise_seed, latents.shape[1:]) for draw in draws])
         noise = noise.to(device)
@@ -109,29 +109,29 @@ class SdxlObjective:
             timesteps=steps,
             text=text,
             pooled=pooled,
-            time_ids=torch.tensor([time_ids(square) for square in squares], device=device),
+            time_ids=torch.tensor([time_ids(image) for image in images], device=device),
         )
 
     def _caption(self, draw: SampleDraw) -> str:
         dropped = draw.caption < self._dropout
         return "" if dropped else self._dataset.samples[draw.sample].caption
 
-    def _squares(self, micro_step: int) -> list[Square]:
+    def _images(self, micro_step: int) -> list[TrainingImage]:
         """This micro-step's images; the next one's are read meanwhile."""
         ahead, self._ahead = self._ahead, None
-        squares = ahead[1].result() if ahead and ahead[0] == micro_step else self._read(micro_step)
+        images = ahead[1].result() if ahead and ahead[0] == micro_step else self._read(micro_step)
         self._ahead = (micro_step + 1, self._reader.submit(self._read, micro_step + 1))
-        return squares
+        return images
 
-    def _read(self, micro_step: int) -> list[Square]:
+    def _read(self, micro_step: int) -> list[TrainingImage]:
         draws = self.order.samples_of(micro_step)
-        return [self._dataset.square(draw.sample, draw.across, draw.down) for draw in draws]
+        return [self._dataset.image(draw.sample, draw.across, draw.down) for draw in draws]
 
-    def _latent(self, draw: SampleDraw, square: Square) -> torch.Tensor:
+    def _latent(self, draw: SampleDraw, image: TrainingImage) -> torch.Tensor:
         """A draw from the VAE's posterior, scaled; fp32 (4, h, w)."""
         moments = self._moments.get(draw.sample)
         if moments is None:
-            moments = self._encode(square)
+            moments = self._encode(image)
             if self._dataset.has_fixed_crop(draw.sample):
                 self._moments[draw.sample] = moments.cpu()
                 if len(self._moments) > CACHED_LATENTS:
@@ -141,17 +141,17 @@ class SdxlObjective:
         noise = _normal(draw.posterior_seed, mean.shape).to(mean.device)
         return normalise_latents(mean + spread * noise, self._base)
 
-    def _encode(self, square: Square) -> torch.Tensor:
-        """Mean and log variance of one square's latent, one above the other: (8, h, w)."""
-        pixels = square.pixels.to(self._base.device)[None]
+    def _encode(self, image: TrainingImage) -> torch.Tensor:
+        """Mean and log variance of one image's latent, one above the other: (8, h, w)."""
+        pixels = image.pixels.to(self._base.device)[None]
         moments: torch.Tensor = self._base.vae.encode(pixels).latent_dist.parameters[0]
         return moments
 
 
-def time_ids(square: Square) -> tuple[float, ...]:
+def time_ids(image: TrainingImage) -> tuple[float, ...]:
     """SDXL's six size conditions: original (h, w), crop (top, left), target (h, w)."""
     return tuple(
-        float(size) for size in square.original_size + square.crop_top_left + square.target_size
+        float(size) for size in image.original_size + image.crop_top_left + image.target_size
     )
 
 

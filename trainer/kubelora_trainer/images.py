@@ -1,9 +1,10 @@
-"""Turns an image file into upright 8-bit RGB and into a training square.
+"""Turns an image file into upright 8-bit RGB and into a training image.
 
 One place decides what a usable image is; preflight and training both go through it, so that no file
 passes the one and fails the other.
 """
 
+import hashlib
 import io
 import warnings
 from dataclasses import dataclass
@@ -11,30 +12,52 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageColor, ImageOps, UnidentifiedImageError
+
+from kubelora_trainer.buckets import Size, covering_size
 
 MAX_PIXELS = 300_000_000
 """Above this a file is taken for an error: 300 megapixels are 900 MB of RGB."""
+WHITE = "#ffffff"
+_ORIENTATION = 0x0112
+"""EXIF's tag; 1 is upright."""
 
 
 class BadImageError(Exception):
-    """An image that can't be used; the message is the reason, without the file's name."""
+    """An image that can't be used.
+
+    The message is the reason, without the file's name; ``problem`` is its kind, in few words.
+    """
+
+    def __init__(self, problem: str, reason: str) -> None:
+        super().__init__(reason)
+        self.problem = problem
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a file is that a training image is not, and what was done about it."""
+
+    problem: str
+    done: str
 
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """Upright RGB, and what had to be done to it that its owner may want to know."""
+    """Upright RGB, what had to be done to it, and the SHA-256 of the file's bytes."""
 
     image: Image.Image
-    notes: tuple[str, ...]
+    conversions: tuple[Conversion, ...]
+    sha256: str
 
 
 @dataclass(frozen=True)
-class Square:
-    """A training square and SDXL's micro-conditioning, sizes as (height, width) in pixels.
+class TrainingImage:
+    """Pixels of one size and SDXL's micro-conditioning, sizes as (height, width) in pixels.
 
-    pixels: fp32 (3, resolution, resolution) in [-1, 1].
-    original_size: of the upright file. crop_top_left: (top, left) in the resized image.
+    pixels: fp32 (3, height, width) in [-1, 1].
+    original_size: of the upright file. crop_top_left: (top, left) in the resized image, mirrored
+    where the pixels are. target_size: of ``pixels``.
     """
 
     pixels: torch.Tensor
@@ -43,114 +66,157 @@ class Square:
     target_size: tuple[int, int]
 
 
-def decode_image(path: Path) -> DecodedImage:
-    """Read the whole file. Raises BadImageError with the reason."""
+def decode_image(path: Path, background: str = WHITE) -> DecodedImage:
+    """Read the whole file. Raises BadImageError with the reason.
+
+    background: colour, as #rrggbb, that transparent pixels are laid on.
+    """
     try:
-        with warnings.catch_warnings(), path.open("rb") as content:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadImageError("can't be read", f"it can't be read: {error.strerror}") from error
+    try:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _decode(content)
+            return _decode(content, background)
     except BadImageError:
         raise
     except UnidentifiedImageError:
-        raise BadImageError(_why_unidentified(path)) from None
+        raise _unidentified(content) from None
     except Exception as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error, …
-        raise BadImageError(f"it can't be decoded: {error}") from error
+        problem = "truncated" if "truncated" in str(error).lower() else "can't be decoded"
+        raise BadImageError(problem, f"it can't be decoded: {error}") from error
 
 
-def _decode(content: io.BufferedReader) -> DecodedImage:
-    with Image.open(content) as opened:
+def _decode(content: bytes, background: str) -> DecodedImage:
+    with Image.open(io.BytesIO(content)) as opened:
         if opened.width * opened.height > MAX_PIXELS:
             raise BadImageError(
-                f"it has {opened.width} x {opened.height} pixels, more than {MAX_PIXELS:,}"
+                "too many pixels",
+                f"it has {opened.width} x {opened.height} pixels, more than {MAX_PIXELS:,}",
             )
-        notes = []
+        conversions = []
         frames = getattr(opened, "n_frames", 1)
         if frames > 1:
-            notes.append(f"the first of {frames} frames is used")
+            conversions.append(Conversion("several frames", f"the first of {frames} is used"))
         opened.load()
+        profile = opened.info.get("icc_profile")
         upright = ImageOps.exif_transpose(opened)
-        rgb, colour_notes = _to_rgb(upright, opened.info.get("icc_profile"))
-    return DecodedImage(rgb, (*notes, *colour_notes))
+        if opened.getexif().get(_ORIENTATION, 1) not in (0, 1):
+            conversions.append(Conversion("EXIF orientation", "turned upright"))
+        rgb, of_colour = _to_rgb(upright, profile, background)
+    digest = hashlib.sha256(content).hexdigest()
+    return DecodedImage(rgb, (*conversions, *of_colour), digest)
 
 
-def _to_rgb(image: Image.Image, profile: bytes | None) -> tuple[Image.Image, tuple[str, ...]]:
-    """8-bit sRGB; what is transparent lies on white."""
+def _to_rgb(
+    image: Image.Image, profile: bytes | None, background: str
+) -> tuple[Image.Image, list[Conversion]]:
+    """8-bit sRGB; what is transparent lies on ``background``."""
     if image.mode.startswith("I"):
-        return _from_16_bit(image).convert("RGB"), ()
+        return _from_16_bit(image).convert("RGB"), [Conversion("16 bits", "scaled to 8 bits")]
     if image.mode == "F":
-        raise BadImageError("its pixels are floating-point numbers of unknown range: save 8 bits")
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        flat = Image.alpha_composite(white, rgba).convert("RGB")
-        return flat, ("its transparency was laid on white",)
-    if profile and image.mode in ("RGB", "CMYK", "L"):
-        return _through_profile(image, profile)
-    return image.convert("RGB"), ()
+        raise BadImageError(
+            "floating-point pixels",
+            "its pixels are floating-point numbers of unknown range: save 8 bits",
+        )
+    conversions = _mode_conversions(image.mode)
+    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    if alpha is not None:
+        grey = image.mode in ("L", "LA", "La")
+        image = image.convert("RGBA").convert("L" if grey else "RGB")
+    elif image.mode not in ("RGB", "CMYK", "L"):
+        image = image.convert("RGB")
+    rgb, of_profile = _through_profile(image, profile) if profile else (image.convert("RGB"), [])
+    conversions += of_profile
+    if alpha is not None:
+        below = Image.new("RGB", rgb.size, ImageColor.getrgb(background))
+        rgb = Image.composite(rgb, below, alpha)
+        if alpha.getextrema() != (255, 255):
+            conversions.append(Conversion("transparency", f"laid on {background}"))
+    return rgb, conversions
+
+
+def _mode_conversions(mode: str) -> list[Conversion]:
+    kinds = {
+        "CMYK": "CMYK",
+        "YCbCr": "YCbCr",
+        "LAB": "LAB",
+        "HSV": "HSV",
+        "P": "palette",
+        "PA": "palette",
+        "L": "grayscale",
+        "LA": "grayscale",
+        "1": "black and white",
+    }
+    return [Conversion(kinds[mode], "converted to RGB")] if mode in kinds else []
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:
     """65,535 becomes 255 and everything between is scaled; PIL's own conversion would clip."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
-        raise BadImageError("its pixels are integers beyond 16 bits: save 8 or 16 bits")
+        raise BadImageError(
+            "over 16 bits", "its pixels are integers beyond 16 bits: save 8 or 16 bits"
+        )
     return Image.fromarray(((values + 128) // 257).astype(np.uint8), mode="L")
 
 
-def _through_profile(image: Image.Image, profile: bytes) -> tuple[Image.Image, tuple[str, ...]]:
+def _through_profile(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[Conversion]]:
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if image.mode == "RGB" and "sRGB" in ImageCms.getProfileDescription(source):
-            return image, ()  # converting would only add rounding
+            return image, []  # converting would only add rounding
         converted = ImageCms.profileToProfile(
             image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
         )
     except (ImageCms.PyCMSError, OSError, ValueError):
-        return image.convert("RGB"), ("its colour profile is unusable and was ignored",)
+        return image.convert("RGB"), [Conversion("unusable colour profile", "ignored")]
     if converted is None:  # only when converting in place
-        return image.convert("RGB"), ()
-    return converted, ()
+        return image.convert("RGB"), []
+    return converted, [Conversion("colour profile", "converted to sRGB")]
 
 
-def _why_unidentified(path: Path) -> str:
-    start = path.open("rb").read(256)
-    if not start:
-        return "it is empty (0 bytes)"
-    if start.startswith(b"version https://git-lfs"):
-        return "it is a Git LFS pointer, not the image: run git lfs pull"
-    return "it is not an image, or one of a format that can't be read here"
-
-
-def resized_size(width: int, height: int, resolution: int) -> tuple[int, int]:
-    """(width, height) once the shorter edge is ``resolution``."""
-    short = min(width, height)
-    return (
-        max(resolution, round(width * resolution / short)),
-        max(resolution, round(height * resolution / short)),
+def _unidentified(content: bytes) -> BadImageError:
+    if not content:
+        return BadImageError("empty file", "it is empty (0 bytes)")
+    if content.startswith(b"version https://git-lfs"):
+        return BadImageError(
+            "Git LFS pointer", "it is a Git LFS pointer, not the image: run git lfs pull"
+        )
+    return BadImageError(
+        "not an image", "it is not an image, or one of a format that can't be read here"
     )
 
 
-def cut_square(image: Image.Image, resolution: int, across: float, down: float) -> Square:
-    """Resize the short edge to ``resolution`` and cut a square out of the long one.
+def cut_image(
+    image: Image.Image, target: Size, across: float, down: float, *, mirrored: bool = False
+) -> TrainingImage:
+    """Resize the image until it just covers ``target`` and cut ``target`` out of it.
 
-    across, down: where the square lies, each in [0, 1): uniform numbers give uniform crops.
-    The square alone is resampled (Lanczos), so that a panorama costs no more than a square.
+    across, down: where the cut lies, each in [0, 1): uniform numbers give uniform crops.
+    mirrored: left and right are swapped; the crop's offset is then that in the mirrored image.
+    The cut alone is resampled (Lanczos), so that a panorama costs no more than a square.
     """
-    width, height = resized_size(image.width, image.height, resolution)
-    left = int(across * (width - resolution + 1))
-    top = int(down * (height - resolution + 1))
-    scale_x, scale_y = image.width / width, image.height / height
+    whole = covering_size(image.width, image.height, target)
+    left = int(across * (whole.width - target.width + 1))
+    top = int(down * (whole.height - target.height + 1))
+    # The cut in the file as it is; in its mirror image the same pixels begin at ``left``.
+    begin = whole.width - target.width - left if mirrored else left
+    scale_x, scale_y = image.width / whole.width, image.height / whole.height
     box = (
-        left * scale_x,
+        begin * scale_x,
         top * scale_y,
-        min(image.width, (left + resolution) * scale_x),
-        min(image.height, (top + resolution) * scale_y),
+        min(image.width, (begin + target.width) * scale_x),
+        min(image.height, (top + target.height) * scale_y),
     )
-    square = image.resize((resolution, resolution), Image.Resampling.LANCZOS, box=box)
-    array = np.asarray(square, dtype=np.float32) / 127.5 - 1.0
-    return Square(
+    cut = image.resize((target.width, target.height), Image.Resampling.LANCZOS, box=box)
+    if mirrored:
+        cut = ImageOps.mirror(cut)
+    array = np.asarray(cut, dtype=np.float32) / 127.5 - 1.0
+    return TrainingImage(
         pixels=torch.from_numpy(array).permute(2, 0, 1).contiguous(),
         original_size=(image.height, image.width),
         crop_top_left=(top, left),
-        target_size=(resolution, resolution),
+        target_size=(target.height, target.width),
     )

@@ -16,13 +16,15 @@ from kubelora_trainer.adapter import AdapterModule, add_adapter
 from kubelora_trainer.atomic_files import writing_to
 from kubelora_trainer.base_model import BaseModel, load_base_model
 from kubelora_trainer.buffers import Factor
+from kubelora_trainer.caption_tokens import caption_limits
+from kubelora_trainer.counting import counting
 from kubelora_trainer.dataset import Dataset, open_dataset
 from kubelora_trainer.diffusion import SdxlObjective
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.places import resolve_input
 from kubelora_trainer.precision import DTYPES
-from kubelora_trainer.preflight import write_report
+from kubelora_trainer.preflight_report import PreflightReport, report_text, write_report
 from kubelora_trainer.threads import cpu_quota, thread_count, usable_cores
 
 
@@ -60,13 +62,18 @@ def open_material(
         spec.model.uri, mounts, content="model", variant=spec.model.variant
     )
     vae = resolve_input(spec.model.vae, mounts, content="vae") if spec.model.vae else None
-    dataset = open_dataset(resolve_input(spec.dataset.uri, mounts), spec.dataset)
-    with writing_to(output.path):
-        write_report(dataset.report, output.place(OutputPath.PREFLIGHT))
-    report = dataset.report
-    say(
-        f"data: {report.used} of {report.found} images, {report.without_caption} without caption, "
-        f"{report.upscaled} smaller than {report.resolution} px"
+
+    def publish(report: PreflightReport) -> None:
+        with writing_to(output.path):
+            write_report(report, output.place(OutputPath.PREFLIGHT))
+        say(report_text(report))
+
+    dataset = open_dataset(
+        resolve_input(spec.dataset.uri, mounts),
+        spec.dataset,
+        limits=caption_limits(model_folder),
+        tick=counting("data: images read", say),
+        publish=publish,
     )
     base = load_base_model(
         model_folder,

@@ -4,98 +4,201 @@ Every image of the folder is accounted for: found = used + skipped, and what was
 with its reason, in the report and in preflight.json.
 """
 
-import json
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kubelora_trainer.atomic_files import write_file
-from kubelora_trainer.captions import METADATA, SUFFIXES, Listing, caption_of, read_listing
+from kubelora_api import spec
+from kubelora_trainer.buckets import Size, nearest_size, training_sizes, visible_share
+from kubelora_trainer.caption_tokens import CaptionLimit, describe_cuts
+from kubelora_trainer.captions import (
+    METADATA,
+    SUFFIXES,
+    Listing,
+    caption_of,
+    category_of,
+    read_listing,
+)
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.images import BadImageError, decode_image
+from kubelora_trainer.preflight_report import Count, PreflightReport, Remark
 
 READABLE = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 OTHERS = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".tga", ".ppm", ".pgm", ".psd", ".exr", ".hdr")
 CAMERA_RAW = (".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw")
 IMAGE_SUFFIXES = frozenset(READABLE + OTHERS + CAMERA_RAW)
 """What is taken for an image by its name, also where no decoder is at hand: it is then reported."""
+LITTLE_SEEN = 0.5
+"""A crop that shows less of its image than this is noted."""
+LONG_CAPTION = "caption too long"
+DUPLICATE = "exact duplicate"
+Tick = Callable[[int, int], None]
+"""Told (done, of how many) as work goes on."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A usable image. file: relative to the dataset, with slashes. Sizes upright, in pixels."""
+    """A usable image.
 
+    file: relative to the dataset, with slashes. width, height: upright, in pixels. size: what it
+    is trained at. category: empty for none. sha256: of the file's bytes.
+    """
+
+    path: Path
     file: str
     caption: str
     width: int
     height: int
-
-
-@dataclass(frozen=True)
-class Remark:
-    """Something about one file that a person should know."""
-
-    file: str
-    text: str
-
-
-@dataclass(frozen=True)
-class PreflightReport:
-    """What was found. skipped are the images that can't be used, each with its reason."""
-
-    folder: str
-    resolution: int
-    found: int
-    used: int
-    skipped: tuple[Remark, ...]
-    notes: tuple[Remark, ...]
-    without_caption: int
-    upscaled: int
-    other_files: int
+    size: Size
+    category: str
+    sha256: str
 
 
 @dataclass(frozen=True)
 class _Judged:
+    file: str
+    category: str
     sample: Sample | None
     problem: Remark | None
     notes: tuple[Remark, ...]
 
 
+@dataclass(frozen=True)
+class _Judge:
+    """All that the judgement of one image needs to know."""
+
+    folder: Path
+    settings: spec.Dataset
+    sizes: tuple[Size, ...]
+    listing: Listing
+    limits: tuple[CaptionLimit, ...]
+
+    def __call__(self, image: Path) -> _Judged:
+        file = image.relative_to(self.folder).as_posix()
+        category = category_of(image, self.folder, self.listing)
+        try:
+            sample, notes = self._usable(image, file, category)
+        except BadImageError as error:
+            problem = Remark(file, error.problem, str(error), "skipped")
+            return _Judged(file, category, None, problem, ())
+        return _Judged(file, category, sample, None, notes)
+
+    def _usable(self, image: Path, file: str, category: str) -> tuple[Sample, tuple[Remark, ...]]:
+        """The sample and remarks on it. Raises BadImageError."""
+        if not image.is_file():
+            raise BadImageError("missing", f"it is listed in {METADATA} but does not exist")
+        decoded = decode_image(image, self.settings.background)
+        width, height = decoded.image.size
+        self._refuse_shape(width, height)
+        try:
+            caption = caption_of(image, self.listing)
+        except ConfigurationError as error:
+            problem = "caption not UTF-8" if "UTF-8" in str(error) else "caption can't be read"
+            raise BadImageError(problem, str(error).rstrip(".")) from error
+        size = nearest_size(width, height, self.sizes)
+        notes = [Remark(file, c.problem, "", c.done) for c in decoded.conversions]
+        notes += self._on_shape(file, width, height, size)
+        notes += self._on_caption(file, caption)
+        sample = Sample(image, file, caption or "", width, height, size, category, decoded.sha256)
+        return sample, tuple(notes)
+
+    def _refuse_shape(self, width: int, height: int) -> None:
+        short, long = sorted((width, height))
+        if short < self.settings.min_short_edge:
+            raise BadImageError(
+                "too small",
+                f"it has {width} x {height} pixels, and dataset.minShortEdge is "
+                f"{self.settings.min_short_edge}",
+            )
+        limit = self.settings.max_aspect_ratio
+        if limit is not None and long > limit * short:
+            raise BadImageError(
+                "extreme aspect ratio",
+                f"it has {width} x {height} pixels, {long / short:.3g} to 1, and "
+                f"dataset.maxAspectRatio is {limit:g}",
+            )
+
+    def _on_shape(self, file: str, width: int, height: int, size: Size) -> Iterator[Remark]:
+        found = f"{width} x {height}"
+        if width < size.width or height < size.height:
+            yield Remark(file, "smaller than its training size", found, "enlarged")
+        share = visible_share(width, height, size)
+        if share < LITTLE_SEEN:
+            yield Remark(
+                file,
+                "extreme aspect ratio",
+                f"{found}: a crop of {size.width} x {size.height} shows {share:.0%} of it",
+                "cropped",
+            )
+
+    def _on_caption(self, file: str, caption: str | None) -> Iterator[Remark]:
+        if not caption:
+            problem = "no caption" if caption is None else "empty caption"
+            yield Remark(file, problem, "", "trained on the empty caption")
+            return
+        cuts = [cut for limit in self.limits if (cut := limit.cut(caption))]
+        if cuts:
+            detail, done = describe_cuts(cuts)
+            yield Remark(file, LONG_CAPTION, detail, done)
+
+
 def preflight(
-    folder: Path, resolution: int, on_bad_image: Literal["fail", "skip"]
+    folder: Path,
+    settings: spec.Dataset,
+    limits: tuple[CaptionLimit, ...] = (),
+    tick: Tick = lambda done, total: None,
 ) -> tuple[tuple[Sample, ...], PreflightReport]:
     """Judge every image below ``folder``; samples come sorted by name.
 
-    Raises ConfigurationError when nothing is usable, a caption can't be read, or an image is bad
-    and ``on_bad_image`` is fail.
+    limits: of the text encoders; without them captions are not counted.
+    Raises ConfigurationError when there is no image at all or metadata.jsonl can't be read; what
+    is wrong with images is in the report, see ``refuse``.
     """
     if not folder.is_dir():
         raise ConfigurationError(f"The dataset {folder} is no folder: see dataset.uri.")
     files = sorted(_walk(folder))
     listing = read_listing([file for file in files if file.name == METADATA], folder)
     images = sorted(
-        {file for file in files if file.suffix.lower() in IMAGE_SUFFIXES} | set(listing.captions)
+        {file for file in files if file.suffix.lower() in IMAGE_SUFFIXES} | set(listing.entries)
     )
     if not images:
         raise ConfigurationError(
             f"The dataset {folder} holds no images ({len(files)} files of other kinds): see "
             "dataset.uri."
         )
+    judge = _Judge(folder, settings, training_sizes(settings), listing, limits)
+    judged: list[_Judged] = []
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        judged = list(pool.map(lambda image: _judge(image, folder, resolution, listing), images))
-    report = _report(folder, resolution, judged, _others(files, images))
+        for one in pool.map(judge, images):
+            judged.append(one)
+            tick(len(judged), len(images))
+    judged = _mark_duplicates(judged, settings.on_duplicate)
     samples = tuple(one.sample for one in judged if one.sample)
-    _refuse(report, on_bad_image)
-    return samples, report
+    return samples, _report(folder, settings.resolution, judged, _others(files, images))
 
 
-def write_report(report: PreflightReport, path: Path) -> None:
-    """Write preflight.json, whole or not at all. Raises ConfigurationError."""
-    text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
-    write_file(path, text.encode())
+def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
+    """Raise ConfigurationError when nothing is usable, or an image is bad and that means fail.
+
+    Duplicates that were left out on request are not bad.
+    """
+    bad = [remark for remark in report.skipped if remark.problem != DUPLICATE]
+    if not bad:
+        return
+    first = "; ".join(f"{one.file}: {one.detail}" for one in bad[:3])
+    more = len(bad) - 3
+    listed = first + (f"; and {more} more" if more > 0 else "")
+    if not report.used:
+        raise ConfigurationError(f"No image in {report.folder} can be used: {listed}.")
+    if on_bad_image == "fail":
+        raise ConfigurationError(
+            f"{len(bad)} of {report.found} images in {report.folder} can't be used: {listed}. "
+            "Repair or remove them, or set dataset.onBadImage: skip."
+        )
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -111,24 +214,26 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(current) / name for name in names if not name.startswith("."))
 
 
-def _judge(image: Path, folder: Path, resolution: int, listing: Listing) -> _Judged:
-    name = image.relative_to(folder).as_posix()
-    if not image.is_file():
-        reason = f"it is listed in {METADATA} but does not exist"
-        return _Judged(None, Remark(name, reason), ())
-    try:
-        decoded = decode_image(image)
-    except BadImageError as error:
-        return _Judged(None, Remark(name, str(error)), ())
-    caption = caption_of(image, listing)
-    width, height = decoded.image.size
-    notes = list(decoded.notes)
-    if min(width, height) < resolution:
-        notes.append(f"upscaled from {width} x {height}")
-    if not caption:
-        notes.append("no caption" if caption is None else "its caption is empty")
-    remarks = tuple(Remark(name, note) for note in notes)
-    return _Judged(Sample(name, caption or "", width, height), None, remarks)
+def _mark_duplicates(
+    judged: Sequence[_Judged], on_duplicate: Literal["keep", "skip"]
+) -> list[_Judged]:
+    """Note, or leave out, every sample whose bytes an earlier one has."""
+    first: dict[str, str] = {}
+    marked = []
+    for one in judged:
+        if one.sample is None:
+            marked.append(one)
+            continue
+        original = first.setdefault(one.sample.sha256, one.file)
+        if original == one.file:
+            marked.append(one)
+        elif on_duplicate == "keep":
+            note = Remark(one.file, DUPLICATE, f"same bytes as {original}", "kept")
+            marked.append(replace(one, notes=(*one.notes, note)))
+        else:
+            problem = Remark(one.file, DUPLICATE, f"same bytes as {original}", "skipped")
+            marked.append(replace(one, sample=None, problem=problem, notes=()))
+    return marked
 
 
 def _others(files: list[Path], images: list[Path]) -> int:
@@ -143,30 +248,23 @@ def _report(
     folder: Path, resolution: int, judged: list[_Judged], other_files: int
 ) -> PreflightReport:
     samples = [one.sample for one in judged if one.sample]
+    skipped = tuple(one.problem for one in judged if one.problem)
+    notes = tuple(note for one in judged for note in one.notes)
+    found = Counter(one.category for one in judged)
+    used = Counter(sample.category for sample in samples)
+    sizes = Counter(sample.size for sample in samples)
     return PreflightReport(
         folder=str(folder),
         resolution=resolution,
         found=len(judged),
         used=len(samples),
-        skipped=tuple(one.problem for one in judged if one.problem),
-        notes=tuple(note for one in judged for note in one.notes),
+        skipped=skipped,
+        notes=notes,
         without_caption=sum(not sample.caption for sample in samples),
-        upscaled=sum(min(sample.width, sample.height) < resolution for sample in samples),
+        upscaled=sum(note.done == "enlarged" for note in notes),
+        duplicates=sum(remark.problem == DUPLICATE for remark in (*notes, *skipped)),
+        cut_captions=sum(note.problem == LONG_CAPTION for note in notes),
         other_files=other_files,
+        categories={name: Count(found[name], used[name]) for name in sorted(found)},
+        sizes={f"{size.width}x{size.height}": sizes[size] for size in sorted(sizes)},
     )
-
-
-def _refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
-    if not report.skipped:
-        return
-    first = "; ".join(f"{bad.file}: {bad.text}" for bad in report.skipped[:3])
-    more = len(report.skipped) - 3
-    listed = first + (f"; and {more} more" if more > 0 else "")
-    count = f"{len(report.skipped)} of {report.found} images"
-    if not report.used:
-        raise ConfigurationError(f"No image in {report.folder} can be used: {listed}.")
-    if on_bad_image == "fail":
-        raise ConfigurationError(
-            f"{count} in {report.folder} can't be used: {listed}. Repair or remove them, or set "
-            "dataset.onBadImage: skip."
-        )

@@ -1,0 +1,47 @@
+"""Training sizes: one square, or aspect-ratio buckets of about the same area.
+
+SDXL was trained on sizes whose edges are multiples of 64 and whose area stays near 1024 x 1024
+(Podell et al. 2023, sec. 2.3). Every image goes to the size nearest to its own shape, so that none
+is dropped and as little as possible is cropped.
+"""
+
+import math
+from dataclasses import dataclass
+
+from kubelora_api.spec import Dataset
+
+
+@dataclass(frozen=True, order=True)
+class Size:
+    """Pixels of a training image."""
+
+    width: int
+    height: int
+
+    @property
+    def ratio(self) -> float:
+        """Width over height."""
+        return self.width / self.height
+
+
+def training_sizes(settings: Dataset) -> tuple[Size, ...]:
+    """The sizes that a dataset trains at, narrow ones first; the square is always among them."""
+    return (Size(settings.resolution, settings.resolution),)
+
+
+def nearest_size(width: int, height: int, sizes: tuple[Size, ...]) -> Size:
+    """The size whose aspect ratio is nearest: by the quotient, as 2:1 is as far from 1:1 as 1:2."""
+    ratio = width / height
+    return min(sizes, key=lambda size: (abs(math.log(size.ratio / ratio)), size))
+
+
+def covering_size(width: int, height: int, target: Size) -> Size:
+    """Size of the image once it is resized to just cover ``target``, proportions kept."""
+    scale = max(target.width / width, target.height / height)
+    return Size(max(target.width, round(width * scale)), max(target.height, round(height * scale)))
+
+
+def visible_share(width: int, height: int, target: Size) -> float:
+    """Share of the image, 0 to 1, that one crop at ``target`` shows."""
+    whole = covering_size(width, height, target)
+    return target.width * target.height / (whole.width * whole.height)

@@ -1,0 +1,72 @@
+"""How many tokens a caption has for each text encoder, and which of its words are cut off.
+
+CLIP's text encoders read 77 tokens, two of which mark beginning and end; the rest of a longer
+caption is never seen. That is no error, but its owner should know.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import CLIPTokenizer
+
+SHOWN = 60
+"""Characters of the cut text that a report shows."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Tokens of a caption that an encoder does not read, and their text."""
+
+    encoder: str
+    tokens: int
+    limit: int
+    over: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CaptionLimit:
+    """One text encoder's tokenizer. encoder: its name in the pipeline."""
+
+    encoder: str
+    tokenizer: CLIPTokenizer
+
+    def cut(self, caption: str) -> Cut | None:
+        """What is cut from ``caption``, or None when all of it is read."""
+        tokenizer, limit = self.tokenizer, self.tokenizer.model_max_length
+        tokens = tokenizer(caption, truncation=False, verbose=False).input_ids
+        over = len(tokens) - limit
+        if over <= 0:
+            return None
+        lost = tokenizer.decode(tokens[limit - 1 : -1]).strip()
+        return Cut(self.encoder, len(tokens), limit, over, lost)
+
+
+def caption_limits(model: Path) -> tuple[CaptionLimit, ...]:
+    """Limits of the text encoders of the pipeline in ``model``.
+
+    Empty where it is no folder of a pipeline or has no tokenizers: loading it says so.
+    """
+    limits = []
+    for encoder, folder in (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2")):
+        try:
+            tokenizer = CLIPTokenizer.from_pretrained(model / folder, local_files_only=True)
+        except Exception:  # whatever is wrong with the model is told where it is loaded
+            return ()
+        limits.append(CaptionLimit(encoder, tokenizer))
+    return tuple(limits)
+
+
+def describe_cuts(cuts: Sequence[Cut]) -> tuple[str, str]:
+    """What was found and what is done, for the encoders that cut one caption."""
+    first = cuts[0]
+    if len({(cut.tokens, cut.limit) for cut in cuts}) == 1:
+        encoders = " and ".join(cut.encoder for cut in cuts)
+        found = f"{first.tokens} tokens, {encoders} read {first.limit}"
+        if len(cuts) == 1:
+            found = f"{first.tokens} tokens, {encoders} reads {first.limit}"
+    else:
+        found = ", ".join(f"{cut.tokens} tokens of {cut.limit} for {cut.encoder}" for cut in cuts)
+    text = first.text if len(first.text) <= SHOWN else first.text[: SHOWN - 1] + "…"
+    return f"{found}: the last {first.over}, {text!r}, are not seen", "cut"
