@@ -82,6 +82,54 @@ class Model(ApiModel):
     )
 
 
+class Buckets(ApiModel):
+    """Aspect-ratio buckets: training sizes of about the area of resolution x resolution."""
+
+    enabled: bool = Field(
+        False,
+        description="true trains each image at the size nearest to its shape, one size per "
+        "micro-batch; false (default) trains every image as a square.",
+    )
+    step: Annotated[int, Field(ge=8, le=512, multiple_of=8)] = Field(
+        64, description="Edges are multiples of this many pixels. Default 64, 8 to 512."
+    )
+    min_edge: Annotated[int, Field(ge=8, le=8192)] | None = Field(
+        None, description="Shortest edge in pixels, 8 to 8192. Default: half the resolution."
+    )
+    max_edge: Annotated[int, Field(ge=8, le=8192)] | None = Field(
+        None, description="Longest edge in pixels, 8 to 8192. Default: twice the resolution."
+    )
+
+
+class Captions(ApiModel):
+    """What happens to each caption before the text encoders read it."""
+
+    prefix: Annotated[str, Field(max_length=256)] = Field(
+        "",
+        description="Put in front of every caption with a separator, such as a trigger word. "
+        "Default: nothing. Up to 256 characters.",
+    )
+    shuffle_tags: bool = Field(
+        False,
+        description="Shuffle the caption's tags anew each time it is used. Default false.",
+    )
+    keep_tags: Annotated[int, Field(ge=0, le=256)] = Field(
+        0,
+        description="First tags of the caption that keep their place when tags are shuffled; the "
+        "prefix always does. Default 0, up to 256.",
+    )
+    separator: Annotated[str, Field(min_length=1, max_length=8)] = Field(
+        ",", description="What stands between tags. Default a comma, 1 to 8 characters."
+    )
+
+
+def _buckets_hold_the_resolution(dataset: "Dataset") -> bool:
+    low, high = dataset.buckets.min_edge, dataset.buckets.max_edge
+    return (low is None or low <= dataset.resolution) and (
+        high is None or high >= dataset.resolution
+    )
+
+
 class Dataset(ApiModel):
     """The images and captions to train on."""
 
@@ -98,6 +146,18 @@ class Dataset(ApiModel):
         0.0,
         description="Share of samples, 0 to 1, trained on an empty caption, which "
         "classifier-free guidance needs. Default 0.",
+    )
+    captions: Captions = Field(default_factory=Captions)
+    buckets: Buckets = Field(default_factory=Buckets)
+    crop: Literal["random", "center"] = Field(
+        "random",
+        description="Where the part of an image lies that its training size shows: random "
+        "(default, anew each time) or center.",
+    )
+    flip: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0,
+        description="Share of samples, 0 to 1, that are mirrored left to right. Default 0: text "
+        "and logos would be learned mirrored.",
     )
     on_bad_image: Literal["fail", "skip"] = Field(
         "fail",
@@ -122,6 +182,16 @@ class Dataset(ApiModel):
     background: Annotated[str, Field(pattern="^#[0-9a-fA-F]{6}$", max_length=7)] = Field(
         "#ffffff",
         description="Colour that transparent pixels are laid on, as #rrggbb. Default #ffffff.",
+    )
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel="!has(self.buckets) || ((!has(self.buckets.minEdge) || self.buckets.minEdge <= "
+            "self.resolution) && (!has(self.buckets.maxEdge) || self.buckets.maxEdge >= "
+            "self.resolution))",
+            message="the resolution must lie between buckets.minEdge and buckets.maxEdge",
+            check=_buckets_hold_the_resolution,
+            at="buckets",
+        ),
     )
 
 

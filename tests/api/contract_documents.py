@@ -103,6 +103,34 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("a named colour", "spec/dataset/background", "white", "spec.dataset.background"),
     Wrong("an edge below 0", "spec/dataset/minShortEdge", -1, "spec.dataset.minShortEdge"),
     Wrong("a ratio below 1", "spec/dataset/maxAspectRatio", 0.5, "spec.dataset.maxAspectRatio"),
+    Wrong("flip above 1", "spec/dataset/flip", 2, "spec.dataset.flip"),
+    Wrong("unknown crop", "spec/dataset/crop", "centre", "spec.dataset.crop"),
+    Wrong("odd bucket step", "spec/dataset/buckets", {"step": 60}, "spec.dataset.buckets.step"),
+    Wrong(
+        "buckets below the resolution",
+        "spec/dataset/buckets",
+        {"enabled": True, "maxEdge": 512},
+        "spec.dataset.buckets",
+    ),
+    Wrong(
+        "buckets above the resolution",
+        "spec/dataset/buckets",
+        {"enabled": True, "minEdge": 1088},
+        "spec.dataset.buckets",
+    ),
+    Wrong(
+        "negative kept tags",
+        "spec/dataset/captions",
+        {"keepTags": -1},
+        "spec.dataset.captions.keepTags",
+    ),
+    Wrong(
+        "no separator",
+        "spec/dataset/captions",
+        {"separator": ""},
+        "spec.dataset.captions.separator",
+    ),
+    Wrong("a long prefix", "spec/dataset/captions", {"prefix": "x" * 257}, "spec.dataset.captions"),
     Wrong("unknown duplicates", "spec/dataset/onDuplicate", "drop", "spec.dataset.onDuplicate"),
     Wrong(
         "bf16 accumulator",
@@ -226,6 +254,16 @@ RIGHT: dict[str, Document] = {
     "a queue, suspended": changed("spec/suspend", True, changed("spec/queueName", "team-studio")),
     "the shortest name": changed("metadata/name", "b"),
     "the longest name": changed("metadata/name", "b" * 40),
+    "buckets, mirrored, with tags": changed(
+        "spec/dataset",
+        {
+            "uri": "pvc://photos",
+            "buckets": {"enabled": True, "step": 32, "minEdge": 512, "maxEdge": 1024},
+            "crop": "center",
+            "flip": 0.5,
+            "captions": {"prefix": "zwx", "shuffleTags": True, "keepTags": 2, "separator": ";"},
+        },
+    ),
     "strict about its images": changed(
         "spec/dataset",
         {

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from kubelora_api import spec
-from kubelora_trainer.dataset import Dataset, open_dataset
+from kubelora_trainer.dataset import Dataset, View, open_dataset
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.preflight import preflight, refuse
@@ -27,6 +27,10 @@ def _image(path: Path, size: tuple[int, int] = (80, 80)) -> Path:
 def _metadata(folder: Path, *entries: dict[str, object]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metadata.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+
+
+def _view(data: Dataset) -> View:
+    return data.view(data.order(0, 1).samples_of(0)[0])
 
 
 def _skipping(folder: Path) -> tuple[dict[str, str], PreflightReport]:
@@ -155,8 +159,8 @@ def test_small_images_are_upscaled_and_empty_captions_kept_and_both_are_noted(
     )
     assert report.upscaled == 1
     data = open_dataset(tmp_path, spec.Dataset(uri="x", resolution=64))
-    assert data.image(0, 0, 0).pixels.shape == (3, 64, 64)
-    assert data.image(0, 0, 0).original_size == (70, 40)
+    assert data.image(_view(data)).pixels.shape == (3, 64, 64)
+    assert data.image(_view(data)).sizes.original_size == (70, 40)
 
 
 def test_linked_folders_are_entered_once_and_loops_end(tmp_path: Path) -> None:
@@ -191,7 +195,7 @@ def test_a_file_that_changes_after_preflight_is_an_error(tmp_path: Path) -> None
     data: Dataset = open_dataset(tmp_path, spec.Dataset(uri="x", resolution=64))
     _image(tmp_path / "a.png", (90, 70))
     with pytest.raises(ConfigurationError, match="is another file now than in preflight"):
-        data.image(0, 0, 0)
+        data.image(_view(data))
     (tmp_path / "a.png").unlink()
     with pytest.raises(ConfigurationError, match="passed preflight, but now"):
-        data.image(0, 0, 0)
+        data.image(_view(data))

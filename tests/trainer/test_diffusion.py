@@ -48,7 +48,7 @@ def test_time_ids_are_those_of_the_pipeline_for_a_crop(demo: DemoPaths) -> None:
     pipeline = StableDiffusionXLPipeline.from_pretrained(demo.model)
     square = cut_image(Image.new("RGB", (300, 200)), Size(64, 64), across=0.5, down=0.0)
     expected = pipeline._get_add_time_ids((200, 300), (0, 16), (64, 64), torch.float32, 32)
-    assert torch.equal(torch.tensor([time_ids(square)]), expected)
+    assert torch.equal(torch.tensor([time_ids(square.sizes)]), expected)
 
 
 def test_the_loss_is_the_sum_over_samples_of_each_ones_mean_squared_error(
@@ -77,7 +77,7 @@ def test_the_loss_is_the_sum_over_samples_of_each_ones_mean_squared_error(
                 share *= 1 - root**2
             noisy = math.sqrt(share) * sampled * 0.13025 + math.sqrt(1 - share) * noise
             hidden, pooled = encode_text(base, entry["text"])
-            sizes = [[*square.original_size, *square.crop_top_left, 64, 64]]
+            sizes = [[*square.sizes.original_size, *square.sizes.crop_top_left, 64, 64]]
             condition = {"text_embeds": pooled, "time_ids": torch.tensor(sizes).float()}
             answer = base.unet(noisy, t, hidden, added_cond_kwargs=condition).sample
             total += float((answer - noise).pow(2).mean())

@@ -148,8 +148,8 @@ def test_a_square_is_the_same_cut_as_resizing_everything_and_cropping() -> None:
     ramp = np.linspace(0, 255, 300)[None, :, None] * np.ones((200, 1, 3))
     image = Image.fromarray(ramp.astype(np.uint8))
     square = cut_image(image, Size(64, 64), across=0.5, down=0.3)
-    assert (square.original_size, square.target_size) == ((200, 300), (64, 64))
-    top, left = square.crop_top_left
+    assert (square.sizes.original_size, square.sizes.target_size) == ((200, 300), (64, 64))
+    top, left = square.sizes.crop_top_left
     assert (top, left) == (0, 16)  # 96 x 64, 33 places across, the middle one
     whole = image.resize((96, 64), Image.Resampling.LANCZOS).crop((16, 0, 80, 64))
     expected = torch.from_numpy(np.asarray(whole).copy()).permute(2, 0, 1) / 127.5 - 1
@@ -159,8 +159,8 @@ def test_a_square_is_the_same_cut_as_resizing_everything_and_cropping() -> None:
 
 def test_crops_reach_both_ends_and_never_leave_the_image() -> None:
     image = Image.new("RGB", (300, 200))
-    assert cut_image(image, Size(64, 64), 0.0, 0.0).crop_top_left == (0, 0)
-    assert cut_image(image, Size(64, 64), 1 - 2**-53, 1 - 2**-53).crop_top_left == (0, 32)
+    assert cut_image(image, Size(64, 64), 0.0, 0.0).sizes.crop_top_left == (0, 0)
+    assert cut_image(image, Size(64, 64), 1 - 2**-53, 1 - 2**-53).sizes.crop_top_left == (0, 32)
 
 
 def test_black_and_white_are_minus_one_and_one() -> None:
@@ -212,7 +212,7 @@ def test_a_mirrored_cut_is_the_cut_of_the_mirrored_image_at_the_same_offsets() -
     image = Image.fromarray(pixels)
     mirrored = cut_image(image, Size(40, 40), 0.3, 0.0, mirrored=True)
     turned = cut_image(Image.fromarray(pixels[:, ::-1].copy()), Size(40, 40), 0.3, 0.0)
-    assert mirrored.crop_top_left == turned.crop_top_left == (0, 7)  # floor(0.3 * 25)
+    assert mirrored.sizes.crop_top_left == turned.sizes.crop_top_left == (0, 7)  # floor(0.3 * 25)
     assert torch.equal(mirrored.pixels, turned.pixels)
     by_hand = torch.from_numpy(pixels[:, ::-1][:, 7:47].copy()).permute(2, 0, 1) / 127.5 - 1
     assert torch.allclose(mirrored.pixels, by_hand, atol=1e-6)

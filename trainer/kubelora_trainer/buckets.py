@@ -25,8 +25,28 @@ class Size:
 
 
 def training_sizes(settings: Dataset) -> tuple[Size, ...]:
-    """The sizes that a dataset trains at, narrow ones first; the square is always among them."""
-    return (Size(settings.resolution, settings.resolution),)
+    """The sizes that a dataset trains at, narrow ones first; the square is always among them.
+
+    With buckets: for each multiple of ``step`` as one edge, the largest other edge that keeps the
+    area within resolution x resolution; both ways round.
+    """
+    resolution, buckets = settings.resolution, settings.buckets
+    square = Size(resolution, resolution)
+    if not buckets.enabled:
+        return (square,)
+    low = buckets.min_edge if buckets.min_edge is not None else resolution // 2
+    high = buckets.max_edge if buckets.max_edge is not None else resolution * 2
+    sizes = {square}
+    for edge in range(_up(low, buckets.step), high + 1, buckets.step):
+        other = min(high, resolution * resolution // edge) // buckets.step * buckets.step
+        if other >= low:
+            sizes |= {Size(edge, other), Size(other, edge)}
+    return tuple(sorted(sizes, key=lambda size: (size.ratio, size)))
+
+
+def _up(number: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is not below ``number``."""
+    return -(-number // step) * step
 
 
 def nearest_size(width: int, height: int, sizes: tuple[Size, ...]) -> Size:

@@ -5,11 +5,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kubelora_api import spec
+from kubelora_trainer.caption_text import training_caption
 from kubelora_trainer.caption_tokens import CaptionLimit
 from kubelora_trainer.errors import ConfigurationError
-from kubelora_trainer.images import BadImageError, TrainingImage, cut_image, decode_image
+from kubelora_trainer.images import (
+    BadImageError,
+    SizeConditions,
+    TrainingImage,
+    cut_image,
+    decode_image,
+    size_conditions,
+)
+from kubelora_trainer.order import SampleDraw, SampleOrder, groups_of
 from kubelora_trainer.preflight import Sample, Tick, preflight, refuse
 from kubelora_trainer.preflight_report import PreflightReport
+
+CENTER = 0.5
+"""A cut at half the way lies in the middle."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A part of a sample. across, down: in [0, 1). sizes: what the model is told of it."""
+
+    sample: int
+    across: float
+    down: float
+    mirrored: bool
+    sizes: SizeConditions
 
 
 @dataclass(frozen=True)
@@ -23,14 +46,37 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def image(
-        self, sample: int, across: float, down: float, *, mirrored: bool = False
-    ) -> TrainingImage:
-        """Training image of one sample, cut at (across, down), each in [0, 1).
+    def order(self, seed: int, batch_size: int) -> SampleOrder:
+        """The order of the samples in micro-batches of one training size each."""
+        groups = groups_of([sample.size for sample in self.samples])
+        return SampleOrder(seed, len(self), batch_size, groups)
+
+    def view(self, draw: SampleDraw) -> View:
+        """Which part of which sample a draw shows, and which way round."""
+        random = self.settings.crop == "random"
+        entry = self.samples[draw.sample]
+        across, down = (draw.across, draw.down) if random else (CENTER, CENTER)
+        return View(
+            sample=draw.sample,
+            across=across,
+            down=down,
+            mirrored=draw.flip < self.settings.flip,
+            sizes=size_conditions(entry.width, entry.height, entry.size, across, down),
+        )
+
+    def caption(self, draw: SampleDraw) -> str:
+        """The caption that a draw trains on: prefix and shuffled tags, or dropped."""
+        if draw.caption < self.settings.caption_dropout:
+            return ""
+        caption = self.samples[draw.sample].caption
+        return training_caption(caption, self.settings.captions, draw.tags_seed)
+
+    def image(self, view: View) -> TrainingImage:
+        """Pixels of a view.
 
         Raises ConfigurationError when the file was changed or removed since preflight.
         """
-        entry = self.samples[sample]
+        entry = self.samples[view.sample]
         try:
             decoded = decode_image(entry.path, self.settings.background)
         except BadImageError as error:
@@ -40,12 +86,14 @@ class Dataset:
                 f"{entry.path} is another file now than in preflight: leave the dataset alone "
                 "during a run."
             )
-        return cut_image(decoded.image, entry.size, across, down, mirrored=mirrored)
+        return cut_image(decoded.image, entry.size, view.across, view.down, mirrored=view.mirrored)
 
     def has_fixed_crop(self, sample: int) -> bool:
-        """Whether every crop of the sample is the same: once resized it is its training size."""
+        """Whether every crop of the sample is the same."""
         entry = self.samples[sample]
-        return entry.width * entry.size.height == entry.height * entry.size.width
+        return self.settings.crop == "center" or (
+            entry.width * entry.size.height == entry.height * entry.size.width
+        )
 
 
 def open_dataset(

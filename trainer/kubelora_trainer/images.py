@@ -52,18 +52,24 @@ class DecodedImage:
 
 
 @dataclass(frozen=True)
-class TrainingImage:
-    """Pixels of one size and SDXL's micro-conditioning, sizes as (height, width) in pixels.
+class SizeConditions:
+    """SDXL's micro-conditioning (Podell et al. 2023, sec. 2.2), as (height, width) in pixels.
 
-    pixels: fp32 (3, height, width) in [-1, 1].
-    original_size: of the upright file. crop_top_left: (top, left) in the resized image, mirrored
-    where the pixels are. target_size: of ``pixels``.
+    original_size: of the upright file. crop_top_left: (top, left) of the cut in the resized image,
+    in its mirror image where that is what the pixels show. target_size: of the cut.
     """
 
-    pixels: torch.Tensor
     original_size: tuple[int, int]
     crop_top_left: tuple[int, int]
     target_size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TrainingImage:
+    """A cut of an image. pixels: fp32 (3, height, width) in [-1, 1]."""
+
+    pixels: torch.Tensor
+    sizes: SizeConditions
 
 
 def decode_image(path: Path, background: str = WHITE) -> DecodedImage:
@@ -189,6 +195,16 @@ def _unidentified(content: bytes) -> BadImageError:
     )
 
 
+def size_conditions(
+    width: int, height: int, target: Size, across: float, down: float
+) -> SizeConditions:
+    """Where ``cut_image`` cuts an image of that size, without its pixels."""
+    whole = covering_size(width, height, target)
+    left = int(across * (whole.width - target.width + 1))
+    top = int(down * (whole.height - target.height + 1))
+    return SizeConditions((height, width), (top, left), (target.height, target.width))
+
+
 def cut_image(
     image: Image.Image, target: Size, across: float, down: float, *, mirrored: bool = False
 ) -> TrainingImage:
@@ -198,9 +214,9 @@ def cut_image(
     mirrored: left and right are swapped; the crop's offset is then that in the mirrored image.
     The cut alone is resampled (Lanczos), so that a panorama costs no more than a square.
     """
+    sizes = size_conditions(image.width, image.height, target, across, down)
     whole = covering_size(image.width, image.height, target)
-    left = int(across * (whole.width - target.width + 1))
-    top = int(down * (whole.height - target.height + 1))
+    top, left = sizes.crop_top_left
     # The cut in the file as it is; in its mirror image the same pixels begin at ``left``.
     begin = whole.width - target.width - left if mirrored else left
     scale_x, scale_y = image.width / whole.width, image.height / whole.height
@@ -214,9 +230,4 @@ def cut_image(
     if mirrored:
         cut = ImageOps.mirror(cut)
     array = np.asarray(cut, dtype=np.float32) / 127.5 - 1.0
-    return TrainingImage(
-        pixels=torch.from_numpy(array).permute(2, 0, 1).contiguous(),
-        original_size=(image.height, image.width),
-        crop_top_left=(top, left),
-        target_size=(target.height, target.width),
-    )
+    return TrainingImage(torch.from_numpy(array).permute(2, 0, 1).contiguous(), sizes)

@@ -5,30 +5,33 @@ the next. A run that resumes at micro-step n therefore draws exactly what the un
 drew, in the middle of a window too.
 
 Windows: optimizer step k (from 0) sums the micro-steps k*K to (k+1)*K - 1, where K is
-gradientAccumulation. A window may span two epochs. The last micro-batch of an epoch may be smaller
-than the others, so that no image is dropped; losses are normalised by the samples seen.
+gradientAccumulation. A window may span two epochs. Micro-batches are of one training size; the last
+of each size in an epoch may be smaller than the others, so that no image is dropped; losses are
+normalised by the samples seen.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from kubelora_api.spec import Training
 
-Purpose = Literal["across", "down", "posterior", "noise", "timestep", "caption"]
+Purpose = Literal["across", "down", "posterior", "noise", "timestep", "caption", "flip", "tags"]
 
 
 @dataclass(frozen=True)
 class SampleDraw:
     """One place of a micro-batch.
 
-    sample: index into the dataset. across, down, timestep, caption: uniform in [0, 1): where the
-    crop lies, how much noise there is, and whether the caption is dropped (below captionDropout).
-    noise_seed, posterior_seed: for the generators of the noise and of the VAE's posterior.
+    sample: index into the dataset. across, down, timestep, caption, flip: uniform in [0, 1): where
+    the crop lies, how much noise there is, whether the caption is dropped (below captionDropout)
+    and whether the image is mirrored (below flip).
+    noise_seed, posterior_seed, tags_seed: for the generators of the noise, of the VAE's posterior
+    and of the order of tags.
     """
 
     sample: int
@@ -36,32 +39,75 @@ class SampleDraw:
     down: float
     timestep: float
     caption: float
+    flip: float
     noise_seed: int
     posterior_seed: int
+    tags_seed: int
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """Samples of an epoch (n), and where each micro-batch begins and ends among them (m)."""
+
+    samples: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of ``samples`` samples in micro-batches of ``batch_size``."""
+    """The order of ``samples`` samples in micro-batches of ``batch_size``.
+
+    groups: samples that may share a micro-batch, as those of one training size; a sample that
+    stands in it twice is seen twice an epoch. None: all of them, once each.
+    """
 
     seed: int
     samples: int
     batch_size: int
+    groups: tuple[tuple[int, ...], ...] | None = None
+    _kept: dict[int, _Epoch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def micro_steps_per_epoch(self) -> int:
         """Micro-batches in which every sample is seen once."""
-        return -(-self.samples // self.batch_size)
+        sizes = [len(group) for group in self.groups] if self.groups else [self.samples]
+        return sum(-(-size // self.batch_size) for size in sizes)
 
     def samples_of(self, micro_step: int) -> tuple[SampleDraw, ...]:
-        """Draws of a micro-step (from 0): ``batch_size`` of them, fewer at an epoch's end."""
-        epoch, position = divmod(micro_step, self.micro_steps_per_epoch)
-        start = position * self.batch_size
-        chosen = epoch_permutation(self.seed, epoch, self.samples)
+        """Draws of a micro-step (from 0): ``batch_size`` of them, fewer at a group's end."""
+        number, position = divmod(micro_step, self.micro_steps_per_epoch)
+        epoch = self._epoch(number)
+        chosen = epoch.samples[epoch.begins[position] : epoch.ends[position]]
         return tuple(
-            self._draw(micro_step, slot, sample)
-            for slot, sample in enumerate(chosen[start : start + self.batch_size])
+            self._draw(micro_step, slot, int(sample)) for slot, sample in enumerate(chosen)
         )
+
+    def _epoch(self, number: int) -> _Epoch:
+        """The epoch's order: a pure function of (seed, number); two are kept."""
+        kept = self._kept.get(number)
+        if kept is None:
+            kept = self._shuffled(number)
+            for other in [n for n in list(self._kept) if abs(n - number) > 1]:
+                self._kept.pop(other, None)
+            self._kept[number] = kept
+        return kept
+
+    def _shuffled(self, number: int) -> _Epoch:
+        groups = self.groups or (tuple(range(self.samples)),)
+        shuffled, begins, ends, start = [], [], [], 0
+        for index, group in enumerate(groups):
+            order = epoch_permutation(self.seed, number, len(group), index)
+            shuffled.append(np.asarray(group, dtype=np.int64)[order])
+            edges = np.arange(start, start + len(group), self.batch_size)
+            begins.append(edges)
+            ends.append(np.minimum(edges + self.batch_size, start + len(group)))
+            start += len(group)
+        first, last = np.concatenate(begins), np.concatenate(ends)
+        if len(groups) > 1:  # sizes come mixed, not one after the other
+            order = _generator(f"batches {self.seed} {number}").permutation(len(first))
+            first, last = first[order], last[order]
+        return _Epoch(np.concatenate(shuffled), first, last)
 
     def _draw(self, micro_step: int, slot: int, sample: int) -> SampleDraw:
         def bits(purpose: Purpose) -> int:
@@ -73,8 +119,10 @@ class SampleOrder:
             down=uniform(bits("down")),
             timestep=uniform(bits("timestep")),
             caption=uniform(bits("caption")),
+            flip=uniform(bits("flip")),
             noise_seed=bits("noise") >> 1,
             posterior_seed=bits("posterior") >> 1,
+            tags_seed=bits("tags") >> 1,
         )
 
 
@@ -101,11 +149,18 @@ def plan_of(training: Training, order: SampleOrder) -> Plan:
     return Plan(-(-micro_steps // accumulation), micro_steps, accumulation)
 
 
-@lru_cache(maxsize=2)
-def epoch_permutation(seed: int, epoch: int, samples: int) -> Sequence[int]:
-    """Order of the samples in an epoch: a permutation drawn from (seed, epoch) alone."""
-    generator = np.random.Generator(np.random.Philox(_hash(f"epoch {seed} {epoch}")))
-    return tuple(int(sample) for sample in generator.permutation(samples))
+def epoch_permutation(seed: int, epoch: int, samples: int, group: int = 0) -> np.ndarray:
+    """Order of a group's samples in an epoch: drawn from (seed, epoch, group) alone."""
+    of_group = f" group {group}" if group else ""
+    return _generator(f"epoch {seed} {epoch}{of_group}").permutation(samples)
+
+
+def groups_of(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Indices with equal keys together, groups in the order of their first member."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return tuple(tuple(group) for group in groups.values())
 
 
 def draw_bits(seed: int, micro_step: int, slot: int, purpose: Purpose) -> int:
@@ -116,6 +171,10 @@ def draw_bits(seed: int, micro_step: int, slot: int, purpose: Purpose) -> int:
 def uniform(bits: int) -> float:
     """The 53 highest of 64 bits as a number in [0, 1)."""
     return float((bits >> 11) * 2.0**-53)
+
+
+def _generator(text: str) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(_hash(text)))
 
 
 def _hash(text: str) -> int:

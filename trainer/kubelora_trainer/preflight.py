@@ -14,6 +14,7 @@ from typing import Literal
 
 from kubelora_api import spec
 from kubelora_trainer.buckets import Size, nearest_size, training_sizes, visible_share
+from kubelora_trainer.caption_text import prefixed
 from kubelora_trainer.caption_tokens import CaptionLimit, describe_cuts
 from kubelora_trainer.captions import (
     METADATA,
@@ -140,7 +141,8 @@ class _Judge:
             problem = "no caption" if caption is None else "empty caption"
             yield Remark(file, problem, "", "trained on the empty caption")
             return
-        cuts = [cut for limit in self.limits if (cut := limit.cut(caption))]
+        read = prefixed(caption, self.settings.captions)
+        cuts = [cut for limit in self.limits if (cut := limit.cut(read))]
         if cuts:
             detail, done = describe_cuts(cuts)
             yield Remark(file, LONG_CAPTION, detail, done)

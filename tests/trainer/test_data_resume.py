@@ -1,0 +1,52 @@
+"""A run resumes to the same bits in the middle of a window with every random choice of data on."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kubelora_trainer.demo import DemoPaths
+from kubelora_trainer.stop_request import StopRequest
+from tests.trainer.test_interruption import adapter, arguments, in_this_process
+
+SETTINGS = (
+    "spec.training.steps=6",
+    "spec.training.batchSize=3",
+    "spec.dataset.buckets={enabled: true, step: 8}",
+    "spec.dataset.flip=0.5",
+    "spec.dataset.captionDropout=0.3",
+    'spec.dataset.captions={prefix: zwx, shuffleTags: true, separator: " "}',
+)
+
+
+@pytest.fixture
+def photos(demo: DemoPaths, tmp_path: Path) -> DemoPaths:
+    """The demo's photographs twice, so that the sizes have several micro-batches."""
+    for copy in ("one", "two"):
+        shutil.copytree(demo.photos, tmp_path / "photos" / copy)
+    return DemoPaths(demo.model, tmp_path / "photos")
+
+
+@pytest.mark.parametrize("asked", [5, 8, 12])
+def test_a_run_stopped_anywhere_resumes_to_the_same_bits(
+    tmp_path: Path, photos: DemoPaths, asked: int
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    done = in_this_process([*arguments(whole, photos), *settings])
+    assert done.exit_code == 0, done.output
+    assert "buckets: " in done.output
+
+    given = [*arguments(parts, photos), *settings]
+    with pytest.MonkeyPatch.context() as patch:
+        left = iter(range(asked))
+        patch.setattr(StopRequest, "requested", property(lambda self: next(left, None) is None))
+        patch.setattr(StopRequest, "name", "a test")
+        stopped = in_this_process(given)
+    assert stopped.exit_code == 75, stopped.output
+    resumed = in_this_process(given)
+    assert resumed.exit_code == 0, resumed.output
+    assert "resuming from" in resumed.output
+    assert adapter(parts) == adapter(whole)
