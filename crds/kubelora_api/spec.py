@@ -159,6 +159,13 @@ class Dataset(ApiModel):
         description="Share of samples, 0 to 1, that are mirrored left to right. Default 0: text "
         "and logos would be learned mirrored.",
     )
+    cache: OutputPlace | None = Field(
+        None,
+        description="pvc://claim/path where latents and text embeddings are kept for later runs, "
+        "keyed by content, model and transform. Several runs may share it. Latents are kept for "
+        "crop: center, or images of exactly their training size's shape; text embeddings unless "
+        "tags are shuffled. Default: no cache on disk.",
+    )
     on_bad_image: Literal["fail", "skip"] = Field(
         "fail",
         description="What an image that can't be used does: fail ends the run before training "

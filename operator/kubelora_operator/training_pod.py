@@ -50,9 +50,9 @@ def claims_of(spec: JobSpec) -> dict[str, bool]:
     """Claims that the job's URIs name, by name, and whether the job only reads them."""
     inputs = [spec.model.uri, spec.model.vae, spec.dataset.uri]
     claims = {p.root: True for uri in inputs if uri and (p := parse_place(uri)).scheme == "pvc"}
-    output = parse_place(spec.output.uri)
-    if output.scheme == "pvc":
-        claims[output.root] = False
+    for uri in (spec.output.uri, spec.dataset.cache):
+        if uri and (place := parse_place(uri)).scheme == "pvc":
+            claims[place.root] = False
     return dict(sorted(claims.items()))
 
 

@@ -37,6 +37,7 @@ def test_the_run_id_changes_with_what_decides_the_weights_alone() -> None:
         ("health", {"policy": "Fail"}),
         ("checkpoint", {"every_steps": 3}),
         ("output", {"replace_existing": True}),
+        ("dataset", {"cache": "elsewhere"}),
     ):
         assert run_id_of(one) == run_id_of(changed(one, group, **fields)), group
 

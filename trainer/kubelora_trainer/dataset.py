@@ -1,11 +1,11 @@
 """The images and captions that a run trains on, each read when it is needed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kubelora_api import spec
-from kubelora_trainer.caption_text import training_caption
+from kubelora_trainer.caption_text import prefixed, training_caption
 from kubelora_trainer.caption_tokens import CaptionLimit
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.images import (
@@ -63,6 +63,24 @@ class Dataset:
             mirrored=draw.flip < self.settings.flip,
             sizes=size_conditions(entry.width, entry.height, entry.size, across, down),
         )
+
+    def fixed_views(self) -> Iterator[View]:
+        """Every view there can be of the samples whose crop is always the same."""
+        flip = self.settings.flip
+        ways = (flip == 1.0,) if flip in (0.0, 1.0) else (False, True)
+        for sample, entry in enumerate(self.samples):
+            if self.has_fixed_crop(sample):
+                sizes = size_conditions(entry.width, entry.height, entry.size, CENTER, CENTER)
+                for mirrored in ways:
+                    yield View(sample, CENTER, CENTER, mirrored, sizes)
+
+    def all_captions(self) -> list[str]:
+        """Every caption that is trained on while tags keep their order, each once."""
+        settings = self.settings
+        captions = {prefixed(sample.caption, settings.captions): None for sample in self.samples}
+        if settings.caption_dropout > 0:
+            captions[""] = None
+        return list(captions)
 
     def caption(self, draw: SampleDraw) -> str:
         """The caption that a draw trains on: prefix and shuffled tags, or dropped."""

@@ -6,14 +6,18 @@
 the UNet is in its compute dtype already; latents, time ids, noise and the loss are fp32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 from kubelora_api.spec import JobSpec
 from kubelora_trainer.base_model import BaseModel
+from kubelora_trainer.data_cache import NO_CACHE, DataCache
 from kubelora_trainer.dataset import Dataset
+from kubelora_trainer.errors import Interrupted
 from kubelora_trainer.images import SizeConditions
 from kubelora_trainer.latents import LatentSource, normal
 from kubelora_trainer.text import TextConditions
@@ -50,12 +54,19 @@ class MicroBatch:
 class SdxlObjective:
     """Loss of any micro-step, a pure function of the micro-step and of the adapter's weights."""
 
-    def __init__(self, base: BaseModel, dataset: Dataset, spec: JobSpec) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        dataset: Dataset,
+        spec: JobSpec,
+        cache: DataCache = NO_CACHE,
+    ) -> None:
         self._base = base
         self._dataset = dataset
         self.order = dataset.order(spec.training.seed, spec.training.batch_size)
-        self._text = TextConditions(base)
-        self._latents = LatentSource(base, dataset, self.order)
+        self._cache = cache
+        self._text = TextConditions(base, cache.text)
+        self._latents = LatentSource(base, dataset, self.order, cache.latents)
         if spec.training.gradient_checkpointing:
             base.unet.enable_gradient_checkpointing()
 
@@ -77,6 +88,27 @@ class SdxlObjective:
     def close(self) -> None:
         """End the reading thread."""
         self._latents.close()
+
+    def fill_cache(self, stop: Callable[[], bool], tick: Callable[[int, int], None]) -> None:
+        """Compute all that the cache may hold and lacks; tick is told (done, of how many).
+
+        Raises Interrupted on ``stop``; what was computed until then stays.
+        """
+        work: list[Callable[[], object]] = []
+        if self._cache.text:
+            captions = self._dataset.all_captions()
+            work += [partial(self._text.ensure_cached, caption) for caption in captions]
+        if self._cache.latents:
+            views = self._dataset.fixed_views()
+            work += [partial(self._latents.ensure_cached, view) for view in views]
+        for done, one in enumerate(work):
+            if stop():
+                raise Interrupted(
+                    f"stopped while the cache was filled: {done} of {len(work)} entries are kept; "
+                    "the same command goes on from there"
+                )
+            one()
+            tick(done + 1, len(work))
 
     @torch.no_grad()
     def batch(self, micro_step: int) -> MicroBatch:

@@ -7,21 +7,31 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from kubelora_trainer.base_model import BaseModel
+from kubelora_trainer.data_cache import LatentCache
 from kubelora_trainer.dataset import Dataset, View
 from kubelora_trainer.images import SizeConditions, TrainingImage
 from kubelora_trainer.order import SampleDraw, SampleOrder
 
 KEPT_LATENTS = 1024
+_Read = TrainingImage | torch.Tensor
+"""Pixels still to be encoded, or moments that were kept."""
 
 
 class LatentSource:
     """Latents of any micro-step, a pure function of it."""
 
-    def __init__(self, base: BaseModel, dataset: Dataset, order: SampleOrder) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        dataset: Dataset,
+        order: SampleOrder,
+        cache: LatentCache | None = None,
+    ) -> None:
         self._base, self._dataset, self._order = base, dataset, order
+        self._cache = cache
         self._moments: OrderedDict[tuple[int, bool], torch.Tensor] = OrderedDict()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
-        self._ahead: tuple[int, Future[list[TrainingImage | None]]] | None = None
+        self._ahead: tuple[int, Future[list[_Read]]] | None = None
 
     def close(self) -> None:
         """End the reading thread."""
@@ -41,34 +51,50 @@ class LatentSource:
         """What the model is told of each draw's sizes."""
         return [self._dataset.view(draw).sizes for draw in draws]
 
-    def _images(self, micro_step: int) -> list[TrainingImage | None]:
-        """This micro-step's images; the next one's are read meanwhile."""
+    def ensure_cached(self, view: View) -> None:
+        """Put the view's moments on disk where they are missing and may be kept."""
+        cache = self._cache_for(view)
+        if cache is not None and cache.get(view) is None:
+            cache.put(view, encode(self._base, self._dataset.image(view)))
+
+    def _cache_for(self, view: View) -> LatentCache | None:
+        return self._cache if self._dataset.has_fixed_crop(view.sample) else None
+
+    def _images(self, micro_step: int) -> list[_Read]:
+        """What was read for this micro-step; the next one's images are read meanwhile."""
         ahead, self._ahead = self._ahead, None
         images = ahead[1].result() if ahead and ahead[0] == micro_step else self._read(micro_step)
         self._ahead = (micro_step + 1, self._reader.submit(self._read, micro_step + 1))
         return images
 
-    def _read(self, micro_step: int) -> list[TrainingImage | None]:
-        """Images of a micro-step; None where the latent is kept and no pixels are needed."""
+    def _read(self, micro_step: int) -> list[_Read]:
         views = [self._dataset.view(draw) for draw in self._order.samples_of(micro_step)]
-        return [
-            None if _key(view) in self._moments else self._dataset.image(view) for view in views
-        ]
+        return [self._read_view(view) for view in views]
 
-    def _latent(self, draw: SampleDraw, image: TrainingImage | None) -> torch.Tensor:
+    def _read_view(self, view: View) -> _Read:
+        """Moments where they are kept, in memory or on disk; else the pixels."""
+        moments = self._moments.get(_key(view))
+        cache = self._cache_for(view)
+        if moments is None and cache is not None:
+            moments = cache.get(view)
+        return self._dataset.image(view) if moments is None else moments
+
+    def _latent(self, draw: SampleDraw, read: _Read) -> torch.Tensor:
         """A draw from the posterior, scaled; fp32 (channels, h, w)."""
-        moments = self._moments_of(self._dataset.view(draw), image)
+        moments = self._moments_of(self._dataset.view(draw), read)
         mean, log_variance = moments.to(self._base.device).chunk(2)
         spread = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
         noise = normal(draw.posterior_seed, mean.shape).to(mean.device)
         return normalise_latents(mean + spread * noise, self._base)
 
-    def _moments_of(self, view: View, image: TrainingImage | None) -> torch.Tensor:
+    def _moments_of(self, view: View, read: _Read) -> torch.Tensor:
         kept = self._moments.get(_key(view))
         if kept is not None:
             return kept
-        moments = encode(self._base, image or self._dataset.image(view))
+        moments = encode(self._base, read) if isinstance(read, TrainingImage) else read
         if self._dataset.has_fixed_crop(view.sample):
+            if self._cache is not None and isinstance(read, TrainingImage):
+                self._cache.put(view, moments)
             self._moments[_key(view)] = moments.cpu()
             if len(self._moments) > KEPT_LATENTS:
                 self._moments.popitem(last=False)

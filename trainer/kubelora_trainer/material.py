@@ -18,11 +18,12 @@ from kubelora_trainer.base_model import BaseModel, load_base_model
 from kubelora_trainer.buffers import Factor
 from kubelora_trainer.caption_tokens import caption_limits
 from kubelora_trainer.counting import counting
+from kubelora_trainer.data_cache import NO_CACHE, open_cache
 from kubelora_trainer.dataset import Dataset, open_dataset
 from kubelora_trainer.diffusion import SdxlObjective
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.output import OutputFolder
-from kubelora_trainer.places import resolve_input
+from kubelora_trainer.places import resolve_input, resolve_output
 from kubelora_trainer.precision import DTYPES
 from kubelora_trainer.preflight_report import PreflightReport, report_text, write_report
 from kubelora_trainer.threads import cpu_quota, thread_count, usable_cores
@@ -88,7 +89,10 @@ def open_material(
         f"model: {model_folder} on {device}; adapter: {len(modules)} modules, "
         f"{sum(m.lora_a.numel() + m.lora_b.numel() for m in modules):,} parameters"
     )
-    return Material(base, modules, dataset, SdxlObjective(base, dataset, spec))
+    cache = NO_CACHE
+    if spec.dataset.cache:
+        cache = open_cache(resolve_output(spec.dataset.cache, mounts), base, dataset, say)
+    return Material(base, modules, dataset, SdxlObjective(base, dataset, spec, cache))
 
 
 def choose_device(spec: JobSpec, cuda: bool) -> torch.device:

@@ -50,12 +50,14 @@ def run_id_of(job: LoraTrainingJob) -> str:
     """The job's uid in a cluster; else a hash of its name and of what decides the result.
 
     Left out of the hash is what changes no weight and no sample: health policy, checkpoint
-    interval, workers, pod template, queue, suspension, restarts, ``output.replaceExisting``.
+    interval, workers, pod template, queue, suspension, restarts, ``dataset.cache``,
+    ``output.replaceExisting``.
     """
     if job.metadata.uid:
         return job.metadata.uid
     spec = job.spec.document()
     identity = {group: spec[group] for group in _GROUPS_OF_IDENTITY if group in spec}
+    identity["dataset"].pop("cache", None)
     identity |= {"name": job.metadata.name, "output": job.spec.output.uri}
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -18,6 +18,7 @@ from kubelora_trainer.adapter import AdapterModule
 from kubelora_trainer.atomic_files import writing_to
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition, resume, save_checkpoint
+from kubelora_trainer.counting import counting
 from kubelora_trainer.ending import conclude
 from kubelora_trainer.errors import ConfigurationError, Interrupted, RunEnded
 from kubelora_trainer.export import export_diffusers, verify_export
@@ -73,6 +74,9 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
     run.exporter = _serve(run, claimed, registry)
     material = open_material(run.job.spec, run.options.mounts, claimed, run.say)
     try:
+        material.objective.fill_cache(
+            lambda: run.stop.requested, counting("cache: entries looked at", run.say)
+        )
         return _train_and_export(run, claimed, metrics, run.exporter, material)
     finally:
         material.objective.close()

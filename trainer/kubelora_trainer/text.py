@@ -5,6 +5,7 @@ from collections import OrderedDict
 import torch
 
 from kubelora_trainer.base_model import BaseModel
+from kubelora_trainer.data_cache import TextCache
 
 CACHED_CAPTIONS = 8192
 
@@ -15,8 +16,8 @@ class TextConditions:
     Each caption is encoded alone, so that its numbers do not depend on what stood beside it.
     """
 
-    def __init__(self, base: BaseModel) -> None:
-        self._base = base
+    def __init__(self, base: BaseModel, cache: TextCache | None = None) -> None:
+        self._base, self._cache = base, cache
         self._kept: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
     def of(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,11 +32,20 @@ class TextConditions:
     def _pair(self, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
         kept = self._kept.get(caption)
         if kept is None:
-            hidden, pooled = encode_text(self._base, caption)
-            kept = (hidden.cpu(), pooled.cpu())
+            kept = self.ensure_cached(caption)
             self._kept[caption] = kept
             if len(self._kept) > CACHED_CAPTIONS:
                 self._kept.popitem(last=False)
+        return kept
+
+    def ensure_cached(self, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The caption's embeddings on the CPU, from disk or computed and put there."""
+        kept = self._cache.get(caption) if self._cache else None
+        if kept is None:
+            hidden, pooled = encode_text(self._base, caption)
+            kept = (hidden.cpu(), pooled.cpu())
+            if self._cache:
+                self._cache.put(caption, *kept)
         return kept
 
 
