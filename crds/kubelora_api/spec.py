@@ -123,6 +123,48 @@ class Captions(ApiModel):
     )
 
 
+Column = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class Columns(ApiModel):
+    """Names of the columns of .parquet and .arrow files, and of the fields of metadata.jsonl."""
+
+    image: Column = Field(
+        "image",
+        description="Column of a table with the image files' bytes, alone or as the field bytes "
+        "of a struct. Default image.",
+    )
+    caption: Column = Field("text", description="Column or field with captions. Default text.")
+    category: Column = Field(
+        "category", description="Column or field with categories. Default category."
+    )
+
+
+class Source(ApiModel):
+    """More images, trained on together with those of dataset.uri."""
+
+    uri: InputPlace = Field(description="Where they are, like dataset.uri.")
+    repeats: Annotated[int, Field(ge=1, le=1000)] = Field(
+        1, description="How often an epoch sees each image. Default 1, 1 to 1000."
+    )
+    loss_weight: Annotated[float, Field(gt=0, le=100)] = Field(
+        1.0,
+        description="Weight of these images' losses, as prior-preservation images need it. Default "
+        "1, above 0, up to 100.",
+    )
+    category: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
+        None, description="Category of all these images. Default: as found with each image."
+    )
+    caption: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
+        None, description="Caption of those without one. Default: the empty caption."
+    )
+    use_prefix: bool = Field(
+        True,
+        description="Whether captions.prefix is put in front here too. Default true; false for "
+        "prior-preservation images.",
+    )
+
+
 def _buckets_hold_the_resolution(dataset: "Dataset") -> bool:
     low, high = dataset.buckets.min_edge, dataset.buckets.max_edge
     return (low is None or low <= dataset.resolution) and (
@@ -135,7 +177,15 @@ class Dataset(ApiModel):
 
     uri: InputPlace = Field(
         description="A folder of images with captions in metadata.jsonl (file_name, text) or in "
-        ".txt or .caption files beside them."
+        ".txt or .caption files beside them, or of .parquet or .arrow files with images in them."
+    )
+    columns: Columns = Field(default_factory=Columns)
+    repeats: Annotated[int, Field(ge=1, le=1000)] = Field(
+        1, description="How often an epoch sees each image of uri. Default 1, 1 to 1000."
+    )
+    extra_sources: Annotated[list[Source], Field(max_length=16), LIST_ATOMIC] = Field(
+        default_factory=list,
+        description="More places with images, at most 16. Default: none.",
     )
     resolution: Annotated[int, Field(ge=64, le=4096, multiple_of=8)] = Field(
         1024,

@@ -214,12 +214,19 @@ def test_a_claim_that_is_read_and_written_is_mounted_once_and_writable() -> None
     assert pod["containers"][0]["resources"] == {}
 
 
-def test_the_claim_of_the_cache_is_writable() -> None:
-    one = document(dataset={"uri": "pvc://photos/bottles", "cache": "pvc://scratch/cache"})
+def test_the_claim_of_the_cache_is_writable_and_those_of_extra_sources_are_read() -> None:
+    one = document(
+        dataset={
+            "uri": "pvc://photos/bottles",
+            "cache": "pvc://scratch/cache",
+            "extraSources": [{"uri": "pvc://more/cans"}],
+        }
+    )
     pod = build_job(parse_job(one), 1, "trainer:1")["spec"]["template"]["spec"]
     mounts = {m["mountPath"]: m.get("readOnly") for m in pod["containers"][0]["volumeMounts"]}
     assert mounts["/kubelora/claims/scratch"] is None
     assert mounts["/kubelora/claims/photos"] is True
+    assert mounts["/kubelora/claims/more"] is True
 
 
 def test_the_longest_name_gives_a_host_name_that_is_still_legal() -> None:

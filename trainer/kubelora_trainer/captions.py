@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kubelora_api.spec import Columns
 from kubelora_trainer.errors import ConfigurationError
 
 METADATA = "metadata.jsonl"
@@ -26,9 +27,10 @@ class Listing:
     entries: Mapping[Path, Entry]
 
 
-def read_listing(metadata_files: list[Path], root: Path) -> Listing:
+def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
     """Read every metadata.jsonl; ``file_name`` is relative to its file's folder.
 
+    columns: names of the fields with caption and category.
     Raises ConfigurationError that names file and line.
     """
     entries: dict[Path, Entry] = {}
@@ -37,14 +39,14 @@ def read_listing(metadata_files: list[Path], root: Path) -> Listing:
             if not line.strip():
                 continue
             where = f"{file}, line {number}"
-            image, entry = _entry(line, where, file.parent)
+            image, entry = _entry(line, where, file.parent, columns)
             if image in entries:
                 raise ConfigurationError(f"{where}: {image.name} is listed a second time.")
             entries[image] = entry
     return Listing(entries)
 
 
-def _entry(line: str, where: str, folder: Path) -> tuple[Path, Entry]:
+def _entry(line: str, where: str, folder: Path, columns: Columns) -> tuple[Path, Entry]:
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -54,7 +56,7 @@ def _entry(line: str, where: str, folder: Path) -> tuple[Path, Entry]:
         raise ConfigurationError(
             f'{where}: it needs a file_name, as in {{"file_name": "a.jpg", "text": "a bottle"}}.'
         )
-    for field in ("text", "category"):
+    for field in (columns.caption, columns.category):
         value = entry.get(field)
         if value is not None and not isinstance(value, str):
             raise ConfigurationError(
@@ -62,7 +64,8 @@ def _entry(line: str, where: str, folder: Path) -> tuple[Path, Entry]:
             )
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigurationError(f"{where}: file_name {name!r} leaves the dataset's folder.")
-    return folder / name, Entry(_stripped(entry.get("text")), _stripped(entry.get("category")))
+    caption, category = entry.get(columns.caption), entry.get(columns.category)
+    return folder / name, Entry(_stripped(caption), _stripped(category))
 
 
 def _stripped(text: str | None) -> str | None:

@@ -1,6 +1,6 @@
 """The images and captions that a run trains on, each read when it is needed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from kubelora_trainer.images import (
 from kubelora_trainer.order import SampleDraw, SampleOrder, groups_of
 from kubelora_trainer.preflight import Sample, Tick, preflight, refuse
 from kubelora_trainer.preflight_report import PreflightReport
+from kubelora_trainer.sources import SourceFolder
 
 CENTER = 0.5
 """A cut at half the way lies in the middle."""
@@ -37,7 +38,7 @@ class View:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Usable samples of a folder, in the order of their names."""
+    """Usable samples of all sources, in the order of their names in each."""
 
     samples: tuple[Sample, ...]
     settings: spec.Dataset
@@ -48,8 +49,10 @@ class Dataset:
 
     def order(self, seed: int, batch_size: int) -> SampleOrder:
         """The order of the samples in micro-batches of one training size each."""
-        groups = groups_of([sample.size for sample in self.samples])
-        return SampleOrder(seed, len(self), batch_size, groups)
+        entries = [i for i, sample in enumerate(self.samples) for _ in range(sample.repeats)]
+        sizes = [self.samples[sample].size for sample in entries]
+        groups = tuple(tuple(entries[e] for e in group) for group in groups_of(sizes))
+        return SampleOrder(seed, len(entries), batch_size, groups)
 
     def view(self, draw: SampleDraw) -> View:
         """Which part of which sample a draw shows, and which way round."""
@@ -77,7 +80,7 @@ class Dataset:
     def all_captions(self) -> list[str]:
         """Every caption that is trained on while tags keep their order, each once."""
         settings = self.settings
-        captions = {prefixed(sample.caption, settings.captions): None for sample in self.samples}
+        captions = {prefixed(s.caption, self._captions_of(s)): None for s in self.samples}
         if settings.caption_dropout > 0:
             captions[""] = None
         return list(captions)
@@ -86,8 +89,12 @@ class Dataset:
         """The caption that a draw trains on: prefix and shuffled tags, or dropped."""
         if draw.caption < self.settings.caption_dropout:
             return ""
-        caption = self.samples[draw.sample].caption
-        return training_caption(caption, self.settings.captions, draw.tags_seed)
+        sample = self.samples[draw.sample]
+        return training_caption(sample.caption, self._captions_of(sample), draw.tags_seed)
+
+    def _captions_of(self, sample: Sample) -> spec.Captions:
+        captions = self.settings.captions
+        return captions if sample.use_prefix else captions.model_copy(update={"prefix": ""})
 
     def image(self, view: View) -> TrainingImage:
         """Pixels of a view.
@@ -106,6 +113,10 @@ class Dataset:
             )
         return cut_image(decoded.image, entry.size, view.across, view.down, mirrored=view.mirrored)
 
+    def loss_weight(self, draw: SampleDraw) -> float:
+        """Weight of a draw's loss."""
+        return self.samples[draw.sample].loss_weight
+
     def has_fixed_crop(self, sample: int) -> bool:
         """Whether every crop of the sample is the same."""
         entry = self.samples[sample]
@@ -121,13 +132,14 @@ def open_dataset(
     limits: tuple[CaptionLimit, ...] = (),
     tick: Tick = lambda done, total: None,
     publish: Callable[[PreflightReport], None] = lambda report: None,
+    extra: Sequence[SourceFolder] = (),
 ) -> Dataset:
-    """Check every image in ``folder`` and return what can be trained on.
+    """Check every image in ``folder`` and in ``extra`` and return what can be trained on.
 
     publish: is given the report before anything is refused.
     Raises ConfigurationError as ``preflight`` and ``refuse`` do.
     """
-    samples, report = preflight(folder, settings, limits, tick)
+    samples, report = preflight(folder, settings, limits, tick, extra)
     publish(report)
     refuse(report, settings.on_bad_image)
     return Dataset(samples, settings, report)

@@ -27,8 +27,8 @@ from kubelora_trainer.text import TextConditions
 class MicroBatchLoss:
     """Loss of one micro-batch.
 
-    loss_sum: fp32 scalar, the SUM over samples of each sample's mean squared error; its gradient
-    is what a window adds up before it is divided by the samples seen.
+    loss_sum: fp32 scalar, the SUM over samples of each one's mean squared error times its weight;
+    its gradient is what a window adds up before it is divided by the samples seen.
     """
 
     loss_sum: torch.Tensor
@@ -40,7 +40,7 @@ class MicroBatch:
     """Inputs of the UNet and what it should answer, first dimension the samples.
 
     noisy, target: fp32 (n, 4, h, w). timesteps: int64 (n). text: (n, 77, channels).
-    pooled: (n, channels). time_ids: fp32 (n, 6).
+    pooled: (n, channels). time_ids: fp32 (n, 6). weights: fp32 (n), of each sample's loss.
     """
 
     noisy: torch.Tensor
@@ -49,6 +49,7 @@ class MicroBatch:
     text: torch.Tensor
     pooled: torch.Tensor
     time_ids: torch.Tensor
+    weights: torch.Tensor
 
 
 class SdxlObjective:
@@ -83,7 +84,9 @@ class SdxlObjective:
             return_dict=False,
         )[0]
         errors = functional.mse_loss(predicted.float(), batch.target, reduction="none")
-        return MicroBatchLoss(errors.mean(dim=(1, 2, 3)).sum(), len(batch.timesteps))
+        return MicroBatchLoss(
+            (errors.mean(dim=(1, 2, 3)) * batch.weights).sum(), len(batch.timesteps)
+        )
 
     def close(self) -> None:
         """End the reading thread."""
@@ -131,6 +134,7 @@ class SdxlObjective:
             timesteps=steps,
             text=text,
             pooled=pooled,
+            weights=torch.tensor([self._dataset.loss_weight(d) for d in draws], device=device),
             time_ids=torch.tensor(
                 [time_ids(sizes) for sizes in self._latents.sizes(draws)], device=device
             ),

@@ -26,6 +26,7 @@ from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.places import resolve_input, resolve_output
 from kubelora_trainer.precision import DTYPES
 from kubelora_trainer.preflight_report import PreflightReport, report_text, write_report
+from kubelora_trainer.sources import open_extra_sources, open_folder
 from kubelora_trainer.threads import cpu_quota, thread_count, usable_cores
 
 
@@ -70,8 +71,9 @@ def open_material(
         say(report_text(report))
 
     dataset = open_dataset(
-        resolve_input(spec.dataset.uri, mounts),
+        open_folder(spec.dataset.uri, spec.dataset, mounts),
         spec.dataset,
+        extra=open_extra_sources(spec.dataset, mounts),
         limits=caption_limits(model_folder),
         tick=counting("data: images read", say),
         publish=publish,

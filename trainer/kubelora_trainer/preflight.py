@@ -27,6 +27,7 @@ from kubelora_trainer.captions import (
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.images import BadImageError, decode_image
 from kubelora_trainer.preflight_report import Count, PreflightReport, Remark
+from kubelora_trainer.sources import SourceFolder
 
 READABLE = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 OTHERS = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".tga", ".ppm", ".pgm", ".psd", ".exr", ".hdr")
@@ -46,7 +47,8 @@ class Sample:
     """A usable image.
 
     file: relative to the dataset, with slashes. width, height: upright, in pixels. size: what it
-    is trained at. category: empty for none. sha256: of the file's bytes.
+    is trained at. category: empty for none. sha256: of the file's bytes. repeats: times an epoch
+    sees it. loss_weight: of its loss. use_prefix: whether its caption gets the prefix.
     """
 
     path: Path
@@ -57,11 +59,15 @@ class Sample:
     size: Size
     category: str
     sha256: str
+    repeats: int
+    loss_weight: float
+    use_prefix: bool
 
 
 @dataclass(frozen=True)
 class _Judged:
     file: str
+    source: str
     category: str
     sample: Sample | None
     problem: Remark | None
@@ -72,21 +78,24 @@ class _Judged:
 class _Judge:
     """All that the judgement of one image needs to know."""
 
-    folder: Path
+    source: SourceFolder
     settings: spec.Dataset
     sizes: tuple[Size, ...]
     listing: Listing
     limits: tuple[CaptionLimit, ...]
 
     def __call__(self, image: Path) -> _Judged:
-        file = image.relative_to(self.folder).as_posix()
-        category = category_of(image, self.folder, self.listing)
+        source = self.source
+        file = image.relative_to(source.folder).as_posix()
+        if source.label:
+            file = f"{source.label}/{file}"
+        category = source.category or category_of(image, source.folder, self.listing)
         try:
             sample, notes = self._usable(image, file, category)
         except BadImageError as error:
             problem = Remark(file, error.problem, str(error), "skipped")
-            return _Judged(file, category, None, problem, ())
-        return _Judged(file, category, sample, None, notes)
+            return _Judged(file, source.label, category, None, problem, ())
+        return _Judged(file, source.label, category, sample, None, notes)
 
     def _usable(self, image: Path, file: str, category: str) -> tuple[Sample, tuple[Remark, ...]]:
         """The sample and remarks on it. Raises BadImageError."""
@@ -100,11 +109,24 @@ class _Judge:
         except ConfigurationError as error:
             problem = "caption not UTF-8" if "UTF-8" in str(error) else "caption can't be read"
             raise BadImageError(problem, str(error).rstrip(".")) from error
+        caption = caption or self.source.caption or caption
         size = nearest_size(width, height, self.sizes)
         notes = [Remark(file, c.problem, "", c.done) for c in decoded.conversions]
         notes += self._on_shape(file, width, height, size)
         notes += self._on_caption(file, caption)
-        sample = Sample(image, file, caption or "", width, height, size, category, decoded.sha256)
+        sample = Sample(
+            path=image,
+            file=file,
+            caption=caption or "",
+            width=width,
+            height=height,
+            size=size,
+            category=category,
+            sha256=decoded.sha256,
+            repeats=self.source.repeats,
+            loss_weight=self.source.loss_weight,
+            use_prefix=self.source.use_prefix,
+        )
         return sample, tuple(notes)
 
     def _refuse_shape(self, width: int, height: int) -> None:
@@ -141,7 +163,8 @@ class _Judge:
             problem = "no caption" if caption is None else "empty caption"
             yield Remark(file, problem, "", "trained on the empty caption")
             return
-        read = prefixed(caption, self.settings.captions)
+        used = self.source.use_prefix
+        read = prefixed(caption, self.settings.captions) if used else caption
         cuts = [cut for limit in self.limits if (cut := limit.cut(read))]
         if cuts:
             detail, done = describe_cuts(cuts)
@@ -153,34 +176,50 @@ def preflight(
     settings: spec.Dataset,
     limits: tuple[CaptionLimit, ...] = (),
     tick: Tick = lambda done, total: None,
+    extra: Sequence[SourceFolder] = (),
 ) -> tuple[tuple[Sample, ...], PreflightReport]:
-    """Judge every image below ``folder``; samples come sorted by name.
+    """Judge every image below ``folder``, then of ``extra``; samples come sorted by name in each.
 
     limits: of the text encoders; without them captions are not counted.
     Raises ConfigurationError when there is no image at all or metadata.jsonl can't be read; what
     is wrong with images is in the report, see ``refuse``.
     """
+    sizes = training_sizes(settings)
+    work: list[tuple[_Judge, Path]] = []
+    others = 0
+    for source in (SourceFolder(folder, repeats=settings.repeats), *extra):
+        images, listing, unknown = _images_of(source, settings)
+        judge = _Judge(source, settings, sizes, listing, limits)
+        work += [(judge, image) for image in images]
+        others += unknown
+    judged: list[_Judged] = []
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        for one in pool.map(lambda pair: pair[0](pair[1]), work):
+            judged.append(one)
+            tick(len(judged), len(work))
+    judged = _mark_duplicates(judged, settings.on_duplicate)
+    samples = tuple(one.sample for one in judged if one.sample)
+    return samples, _report(folder, settings.resolution, judged, others)
+
+
+def _images_of(source: SourceFolder, settings: spec.Dataset) -> tuple[list[Path], Listing, int]:
+    """Images below a source's folder, what metadata says of them, and how many other files."""
+    folder = source.folder
+    where = "dataset.extraSources" if source.label else "dataset.uri"
     if not folder.is_dir():
-        raise ConfigurationError(f"The dataset {folder} is no folder: see dataset.uri.")
+        raise ConfigurationError(f"The dataset {folder} is no folder: see {where}.")
     files = sorted(_walk(folder))
-    listing = read_listing([file for file in files if file.name == METADATA], folder)
+    metadata = [file for file in files if file.name == METADATA]
+    listing = read_listing(metadata, settings.columns)
     images = sorted(
         {file for file in files if file.suffix.lower() in IMAGE_SUFFIXES} | set(listing.entries)
     )
     if not images:
         raise ConfigurationError(
             f"The dataset {folder} holds no images ({len(files)} files of other kinds): see "
-            "dataset.uri."
+            f"{where}."
         )
-    judge = _Judge(folder, settings, training_sizes(settings), listing, limits)
-    judged: list[_Judged] = []
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        for one in pool.map(judge, images):
-            judged.append(one)
-            tick(len(judged), len(images))
-    judged = _mark_duplicates(judged, settings.on_duplicate)
-    samples = tuple(one.sample for one in judged if one.sample)
-    return samples, _report(folder, settings.resolution, judged, _others(files, images))
+    return images, listing, _others(files, images)
 
 
 def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
@@ -254,6 +293,8 @@ def _report(
     notes = tuple(note for one in judged for note in one.notes)
     found = Counter(one.category for one in judged)
     used = Counter(sample.category for sample in samples)
+    found_in = Counter(one.source or str(folder) for one in judged)
+    used_of = Counter(one.source or str(folder) for one in judged if one.sample)
     sizes = Counter(sample.size for sample in samples)
     return PreflightReport(
         folder=str(folder),
@@ -268,5 +309,6 @@ def _report(
         cut_captions=sum(note.problem == LONG_CAPTION for note in notes),
         other_files=other_files,
         categories={name: Count(found[name], used[name]) for name in sorted(found)},
+        sources={name: Count(found_in[name], used_of[name]) for name in found_in},
         sizes={f"{size.width}x{size.height}": sizes[size] for size in sorted(sizes)},
     )

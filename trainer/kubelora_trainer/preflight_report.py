@@ -42,9 +42,9 @@ class PreflightReport:
     """What was found. skipped are the images that can't be used, each with its reason.
 
     found = used + len(skipped), always; ValueError otherwise.
-    categories: by name, empty for images without one. sizes: used images by training size.
-    cut_captions: captions longer than a text encoder reads. other_files: neither images nor
-    captions.
+    sources: by folder or URI. categories: by name, empty for images without one. sizes: used
+    images by training size. cut_captions: captions longer than a text encoder reads. other_files:
+    neither images nor captions.
     """
 
     folder: str
@@ -58,6 +58,7 @@ class PreflightReport:
     duplicates: int
     cut_captions: int
     other_files: int
+    sources: dict[str, Count] = field(default_factory=dict)
     categories: dict[str, Count] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -78,6 +79,9 @@ def report_text(report: PreflightReport) -> str:
         f"data: {report.found} images found = {report.used} used + {len(report.skipped)} skipped"
         f" in {report.folder}"
     ]
+    if len(report.sources) > 1:
+        of = (f"{name} {count.used} of {count.found}" for name, count in report.sources.items())
+        lines.append("sources: " + ", ".join(of))
     if set(report.categories) - {""}:
         counts = (
             f"{name or '(none)'} {count.used} of {count.found}"

@@ -1,0 +1,50 @@
+"""The folders that a dataset is made of, each with what holds for all its images."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kubelora_api import spec
+from kubelora_trainer.places import resolve_input
+from kubelora_trainer.table_images import has_tables_alone, unpack_tables
+
+
+@dataclass(frozen=True)
+class SourceFolder:
+    """A folder of images.
+
+    label: stands before its files' names in reports; empty for the only source. category, caption:
+    of all its images, of those without one.
+    """
+
+    folder: Path
+    label: str = ""
+    repeats: int = 1
+    loss_weight: float = 1.0
+    category: str | None = None
+    caption: str | None = None
+    use_prefix: bool = True
+
+
+def open_folder(uri: str, settings: spec.Dataset, mounts: Mapping[str, Path]) -> Path:
+    """The place as a folder of images; tables are unpacked. Raises ConfigurationError."""
+    place = resolve_input(uri, mounts)
+    return unpack_tables(place, settings.columns) if has_tables_alone(place) else place
+
+
+def open_extra_sources(
+    settings: spec.Dataset, mounts: Mapping[str, Path]
+) -> tuple[SourceFolder, ...]:
+    """The dataset's extra sources, in their order. Raises ConfigurationError."""
+    return tuple(
+        SourceFolder(
+            folder=open_folder(source.uri, settings, mounts),
+            label=source.uri.rstrip("/"),
+            repeats=source.repeats,
+            loss_weight=source.loss_weight,
+            category=source.category,
+            caption=source.caption,
+            use_prefix=source.use_prefix,
+        )
+        for source in settings.extra_sources
+    )
