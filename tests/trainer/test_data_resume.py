@@ -27,6 +27,19 @@ def photos(demo: DemoPaths, tmp_path: Path) -> DemoPaths:
     return DemoPaths(demo.model, tmp_path / "photos")
 
 
+def test_a_run_stopped_while_its_data_is_looked_at_begins_anew(
+    tmp_path: Path, demo: DemoPaths
+) -> None:
+    given = [*arguments(tmp_path, demo), "--set", "spec.training.steps=1"]
+    with pytest.MonkeyPatch.context() as patch:
+        left = iter(range(3))
+        patch.setattr(StopRequest, "requested", property(lambda self: next(left, None) is None))
+        stopped = in_this_process(given)
+    assert stopped.exit_code == 75, stopped.output
+    assert "stopped while the data was looked at, 4 of 8 images" in stopped.output
+    assert in_this_process(given).exit_code == 0
+
+
 @pytest.mark.parametrize("asked", [5, 8, 12])
 def test_a_run_stopped_anywhere_resumes_to_the_same_bits(
     tmp_path: Path, photos: DemoPaths, asked: int
@@ -41,7 +54,7 @@ def test_a_run_stopped_anywhere_resumes_to_the_same_bits(
 
     given = [*arguments(parts, photos), *settings]
     with pytest.MonkeyPatch.context() as patch:
-        left = iter(range(asked))
+        left = iter(range(16 + asked))  # it is asked once for each of the 16 photographs first
         patch.setattr(StopRequest, "requested", property(lambda self: next(left, None) is None))
         patch.setattr(StopRequest, "name", "a test")
         stopped = in_this_process(given)

@@ -187,6 +187,13 @@ def test_wrong_columns_are_a_sentence(tmp_path: Path, table: pa.Table, sentence:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_folder_of_tables_and_images_is_refused_rather_than_half_read(tmp_path: Path) -> None:
+    _write(_table([_png(1)], text=["a"]), tmp_path / "data" / "a.parquet")
+    (tmp_path / "data" / "b.PNG").write_bytes(_png(2))
+    with pytest.raises(ConfigurationError, match=r"1 tables, such as a.parquet, and 1 image files"):
+        open_folder(str(tmp_path / "data"), _settings(), {})
+
+
 def test_a_damaged_table_is_a_sentence(tmp_path: Path) -> None:
     for name in ("a.parquet", "b.arrow"):
         (tmp_path / name).write_bytes(b"nonsense" * 10)

@@ -16,6 +16,11 @@ from PIL import Image, ImageCms, ImageColor, ImageOps, UnidentifiedImageError
 
 from kubelora_trainer.buckets import Size, covering_size
 
+READABLE = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+OTHERS = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".tga", ".ppm", ".pgm", ".psd", ".exr", ".hdr")
+CAMERA_RAW = (".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw")
+IMAGE_SUFFIXES = frozenset(READABLE + OTHERS + CAMERA_RAW)
+"""What is taken for an image by its name, also where no decoder is at hand: it is then reported."""
 MAX_PIXELS = 300_000_000
 """Above this a file is taken for an error: 300 megapixels are 900 MB of RGB."""
 WHITE = "#ffffff"

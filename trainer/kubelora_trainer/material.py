@@ -21,7 +21,7 @@ from kubelora_trainer.counting import counting
 from kubelora_trainer.data_cache import NO_CACHE, open_cache
 from kubelora_trainer.dataset import Dataset, open_dataset
 from kubelora_trainer.diffusion import SdxlObjective
-from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.errors import ConfigurationError, Interrupted
 from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.places import resolve_input, resolve_output
 from kubelora_trainer.precision import DTYPES
@@ -54,10 +54,12 @@ def open_material(
     mounts: Mapping[str, Path],
     output: OutputFolder,
     say: Callable[[str], None],
+    stop: Callable[[], bool] = lambda: False,
 ) -> Material:
     """Open dataset (first, it is quick to judge), model and adapter.
 
-    Raises ConfigurationError for whatever is missing, damaged or of another kind.
+    stop: asked between images, so that a long preflight can be ended. Raises Interrupted then, and
+    ConfigurationError for whatever is missing, damaged or of another kind.
     """
     device = choose_device(spec, torch.cuda.is_available())
     model_folder = resolve_input(
@@ -70,12 +72,22 @@ def open_material(
             write_report(report, output.place(OutputPath.PREFLIGHT))
         say(report_text(report))
 
+    progress = counting("data: images read", say)
+
+    def tick(done: int, total: int) -> None:
+        if stop():
+            raise Interrupted(
+                f"stopped while the data was looked at, {done} of {total} images; nothing is lost, "
+                "the same command begins anew"
+            )
+        progress(done, total)
+
     dataset = open_dataset(
         open_folder(spec.dataset.uri, spec.dataset, mounts),
         spec.dataset,
         extra=open_extra_sources(spec.dataset, mounts),
         limits=caption_limits(model_folder),
-        tick=counting("data: images read", say),
+        tick=tick,
         publish=publish,
     )
     base = load_base_model(

@@ -25,15 +25,10 @@ from kubelora_trainer.captions import (
     read_listing,
 )
 from kubelora_trainer.errors import ConfigurationError
-from kubelora_trainer.images import BadImageError, decode_image
+from kubelora_trainer.images import IMAGE_SUFFIXES, BadImageError, decode_image
 from kubelora_trainer.preflight_report import Count, PreflightReport, Remark
 from kubelora_trainer.sources import SourceFolder
 
-READABLE = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-OTHERS = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".tga", ".ppm", ".pgm", ".psd", ".exr", ".hdr")
-CAMERA_RAW = (".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw")
-IMAGE_SUFFIXES = frozenset(READABLE + OTHERS + CAMERA_RAW)
-"""What is taken for an image by its name, also where no decoder is at hand: it is then reported."""
 LITTLE_SEEN = 0.5
 """A crop that shows less of its image than this is noted."""
 LONG_CAPTION = "caption too long"
@@ -180,7 +175,7 @@ def preflight(
 ) -> tuple[tuple[Sample, ...], PreflightReport]:
     """Judge every image below ``folder``, then of ``extra``; samples come sorted by name in each.
 
-    limits: of the text encoders; without them captions are not counted.
+    limits: of the text encoders; without them captions are not counted. tick: may raise to stop.
     Raises ConfigurationError when there is no image at all or metadata.jsonl can't be read; what
     is wrong with images is in the report, see ``refuse``.
     """
@@ -194,9 +189,13 @@ def preflight(
         others += unknown
     judged: list[_Judged] = []
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        for one in pool.map(lambda pair: pair[0](pair[1]), work):
-            judged.append(one)
-            tick(len(judged), len(work))
+        try:
+            for one in pool.map(lambda pair: pair[0](pair[1]), work):
+                judged.append(one)
+                tick(len(judged), len(work))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     judged = _mark_duplicates(judged, settings.on_duplicate)
     samples = tuple(one.sample for one in judged if one.sample)
     return samples, _report(folder, settings.resolution, judged, others)

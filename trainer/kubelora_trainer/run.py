@@ -72,7 +72,9 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
     registry = CollectorRegistry()
     metrics = TrainerMetrics(registry, plan_precision(run.job.spec.precision))
     run.exporter = _serve(run, claimed, registry)
-    material = open_material(run.job.spec, run.options.mounts, claimed, run.say)
+    material = open_material(
+        run.job.spec, run.options.mounts, claimed, run.say, lambda: run.stop.requested
+    )
     try:
         material.objective.fill_cache(
             lambda: run.stop.requested, counting("cache: entries looked at", run.say)

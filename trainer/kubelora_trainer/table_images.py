@@ -20,6 +20,7 @@ from kubelora_api.spec import Columns
 from kubelora_trainer.captions import METADATA
 from kubelora_trainer.downloads import cache_directory
 from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.images import IMAGE_SUFFIXES
 
 TABLES = (".parquet", ".arrow")
 ROWS = 64
@@ -28,10 +29,21 @@ _MAGIC = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"GI
 
 
 def has_tables_alone(place: Path) -> bool:
-    """Whether ``place`` is a table, or a folder with tables and without metadata.jsonl on top."""
+    """Whether ``place`` is a table, or a folder with tables and without metadata.jsonl on top.
+
+    Raises ConfigurationError for a folder of both, rather than leave one kind out.
+    """
     if place.is_file():
         return place.suffix in TABLES
-    return not (place / METADATA).is_file() and bool(_tables(place))
+    if (place / METADATA).is_file() or not (tables := _tables(place)):
+        return False
+    images = sum(path.suffix.lower() in IMAGE_SUFFIXES for path in place.rglob("*"))
+    if images:
+        raise ConfigurationError(
+            f"{place} holds {len(tables)} tables, such as {tables[0].name}, and {images} image "
+            "files: keep them apart and name both, one of them in dataset.extraSources"
+        )
+    return True
 
 
 def unpack_tables(place: Path, columns: Columns, cache: Path | None = None) -> Path:
