@@ -73,3 +73,8 @@ class OutputPath(StrEnum):
     RUN_LOG = "metrics.parquet"
     PREFLIGHT = "preflight.json"
     MANIFEST = "manifest.json"
+
+
+def kohya_weights(job_name: str) -> str:
+    """Place of the adapter in kohya's format, relative to the output folder."""
+    return f"{OutputPath.ADAPTER}/{job_name}.safetensors"

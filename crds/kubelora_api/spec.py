@@ -434,6 +434,12 @@ class Output(ApiModel):
     """Where everything the run makes goes."""
 
     uri: OutputPlace = Field(description="pvc://claim/path. The folder belongs to one run.")
+    dtype: Literal["fp16", "bf16", "fp32"] = Field(
+        "bf16",
+        description="Type of the numbers in the adapter's files: bf16 (default: half the size, "
+        "and what a bf16 run computed with), fp16 (half the size, three more bits, a narrow "
+        "range) or fp32.",
+    )
     replace_existing: bool = Field(
         False,
         description="Clear away another run's output found there. Default false: refuse.",

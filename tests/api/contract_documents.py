@@ -94,6 +94,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("a path of this machine", "spec/dataset/uri", "/data/photos", "spec.dataset.uri"),
     Wrong("a file URI", "spec/dataset/uri", "file:///data/photos", "spec.dataset.uri"),
     Wrong("stepping out of a claim", "spec/output/uri", "pvc://a/../b", "spec.output.uri"),
+    Wrong("unknown output type", "spec/output/dtype", "int8", "spec.output.dtype"),
     Wrong("output on the hub", "spec/output/uri", "hf://me/adapter", "spec.output.uri"),
     Wrong("vae without scheme", "spec/model/vae", "madebyollin/vae", "spec.model.vae"),
     Wrong("no model", "spec/model", _REMOVE, "spec.model"),
@@ -243,6 +244,7 @@ RIGHT: dict[str, Document] = {
         "spec/precision",
         {"accumulator": "bf16", "masterWeights": "bf16", "allowLossyPrecision": True},
     ),
+    "a file in fp16": changed("spec/output/dtype", "fp16"),
     "patterns": changed("spec/adapter/rankPattern", {r"down_blocks\.\d+.*to_q": 8, "mid.*": 128}),
     "the right GPU limit as a number": changed(
         "spec/podTemplate", {"resources": {"limits": {"nvidia.com/gpu": 1, "memory": "48Gi"}}}

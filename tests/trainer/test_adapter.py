@@ -14,7 +14,7 @@ from kubelora_trainer.adapter import add_adapter, initial_down_projection
 from kubelora_trainer.base_model import load_unet
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import ConfigurationError
-from kubelora_trainer.export import probe
+from kubelora_trainer.export_gate import probe
 
 
 @pytest.fixture

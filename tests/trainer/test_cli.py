@@ -76,6 +76,7 @@ def test_a_run_ends_with_everything_that_its_summary_names(train: Train, tmp_pat
     assert manifest["state"] == "Done"
     assert [a["uri"] for a in manifest["artifacts"]] == [
         "pvc://output/adapter/pytorch_lora_weights.safetensors",
+        f"pvc://output/adapter/{manifest['job']['metadata']['name']}.safetensors",
         "pvc://output/metrics.parquet",
     ]
     assert "|B·A| = 0" in done.output

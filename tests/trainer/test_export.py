@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kubelora_api.spec import Adapter
-from kubelora_trainer.adapter import AdapterModule, add_adapter
+from kubelora_trainer.adapter import TrainedLayer, add_adapter, trained_layers
 from kubelora_trainer.base_model import load_unet
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import ConfigurationError, NumericalError
-from kubelora_trainer.export import export_diffusers, probe, verify_export
+from kubelora_trainer.export import export_diffusers
+from kubelora_trainer.export_gate import probe, verify_export
 from tests.trainer.jobs import fill_up_projections
 
 CPU = torch.device("cpu")
@@ -33,11 +34,11 @@ UNEVEN = Adapter(
 
 def _trained(
     model: Path, adapter: Adapter, dtype: torch.dtype = torch.float32
-) -> tuple[torch.nn.Module, tuple[AdapterModule, ...]]:
+) -> tuple[UNet2DConditionModel, list[TrainedLayer]]:
     unet = load_unet(model, variant=None, dtype=dtype, device=CPU)
     modules = add_adapter(unet, adapter, 1)
     fill_up_projections(modules)
-    return unet, modules
+    return unet, trained_layers(modules)
 
 
 @pytest.mark.parametrize("layout", ["demo", "full_demo"])
@@ -46,15 +47,15 @@ def test_the_pipelines_own_loader_gives_the_trained_output(
 ) -> None:
     """Alpha differs from rank, and ranks and alphas differ between modules."""
     paths: DemoPaths = request.getfixturevalue(layout)
-    unet, modules = _trained(paths.model, UNEVEN)
+    unet, layers = _trained(paths.model, UNEVEN)
     without = probe(load_unet(paths.model, variant=None, dtype=torch.float32, device=CPU))
-    export_diffusers(unet, modules, tmp_path)
+    export_diffusers(unet, layers, tmp_path)
     pipeline = StableDiffusionXLPipeline.from_pretrained(paths.model)
     pipeline.load_lora_weights(tmp_path / "adapter")
     loaded, trained = probe(pipeline.unet), probe(unet)
     assert torch.allclose(loaded, trained, atol=1e-5)
     assert float((trained - without).norm() / without.norm()) > 0.01
-    check = verify_export(paths.model, tmp_path / "adapter", unet, modules)
+    [check] = verify_export(paths.model, [tmp_path / "adapter" / FILE], unet, layers)
     assert check.deviation <= 1e-5 * check.output
     assert check.effect == pytest.approx(float((trained - without).norm()), rel=1e-3)
 
@@ -62,47 +63,49 @@ def test_the_pipelines_own_loader_gives_the_trained_output(
 def test_the_file_is_described_by_its_hash_and_size_and_is_the_same_every_time(
     demo: DemoPaths, tmp_path: Path
 ) -> None:
-    unet, modules = _trained(demo.model, Adapter(rank=4, targets="all_linear"))
-    [first] = export_diffusers(unet, modules, tmp_path / "a")
+    unet, layers = _trained(demo.model, Adapter(rank=4, targets="all_linear"))
+    first = export_diffusers(unet, layers, tmp_path / "a")
     content = first.path.read_bytes()
     assert first.path == tmp_path / "a/adapter" / FILE
     assert first.sha256 == hashlib.sha256(content).hexdigest()
     assert first.bytes == len(content)
     assert [file.name for file in first.path.parent.iterdir()] == [FILE]
-    [second] = export_diffusers(unet, modules, tmp_path / "b")
+    second = export_diffusers(unet, layers, tmp_path / "b")
     assert second.sha256 == first.sha256
 
 
 def test_masters_are_written_in_place_of_the_working_copy(demo: DemoPaths, tmp_path: Path) -> None:
-    unet, modules = _trained(demo.model, Adapter(rank=4), torch.bfloat16)
-    masters = [(m.lora_a.detach() + 1e-5, m.lora_b.detach() + 1e-5) for m in modules]
-    [file] = export_diffusers(unet, modules, tmp_path, masters=masters)
+    unet, layers = _trained(demo.model, Adapter(rank=4), torch.bfloat16)
+    masters = [(one.lora_a + 1e-5, one.lora_b + 1e-5) for one in layers]
+    modules = [one.module for one in layers]
+    layers = trained_layers(modules, masters)
+    file = export_diffusers(unet, layers, tmp_path)
     state = load_file(file.path)
     assert len(state) == 2 * len(modules)
     for module, (a, b) in zip(modules, masters, strict=True):
         assert torch.equal(state[f"unet.{module.name}.lora_A.weight"], a)
         assert torch.equal(state[f"unet.{module.name}.lora_B.weight"], b)
-    [half] = export_diffusers(unet, modules, tmp_path, masters=masters, dtype=torch.bfloat16)
+    half = export_diffusers(unet, layers, tmp_path, dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in load_file(half.path).values()} == {torch.bfloat16}
 
 
 def test_a_bf16_working_copy_agrees_with_its_fp32_masters(demo: DemoPaths, tmp_path: Path) -> None:
-    unet, modules = _trained(demo.model, UNEVEN, torch.bfloat16)
-    masters = [(m.lora_a.detach().clone(), m.lora_b.detach().clone()) for m in modules]
-    for module in modules:
-        for parameter in (module.lora_a, module.lora_b):
+    unet, layers = _trained(demo.model, UNEVEN, torch.bfloat16)
+    layers = [TrainedLayer(o.module, o.lora_a.clone(), o.lora_b.clone()) for o in layers]
+    for one in layers:
+        for parameter in (one.module.lora_a, one.module.lora_b):
             parameter.data = parameter.data.bfloat16()
-    export_diffusers(unet, modules, tmp_path, masters=masters)
-    check = verify_export(demo.model, tmp_path / "adapter", unet, modules)
+    export_diffusers(unet, layers, tmp_path)
+    [check] = verify_export(demo.model, [tmp_path / "adapter" / FILE], unet, layers)
     assert check.deviation <= 1e-3 * check.output
     assert check.effect > 0
 
 
 @pytest.fixture
-def exported(demo: DemoPaths, tmp_path: Path) -> tuple[torch.nn.Module, tuple[AdapterModule, ...]]:
-    unet, modules = _trained(demo.model, Adapter(rank=4, alpha=12.0))
-    export_diffusers(unet, modules, tmp_path)
-    return unet, modules
+def exported(demo: DemoPaths, tmp_path: Path) -> tuple[UNet2DConditionModel, list[TrainedLayer]]:
+    unet, layers = _trained(demo.model, Adapter(rank=4, alpha=12.0))
+    export_diffusers(unet, layers, tmp_path)
+    return unet, layers
 
 
 def _rewrite(
@@ -114,49 +117,51 @@ def _rewrite(
 
 
 def test_a_file_that_lost_its_alpha_is_found_out(
-    demo: DemoPaths, tmp_path: Path, exported: tuple[torch.nn.Module, tuple[AdapterModule, ...]]
+    demo: DemoPaths, tmp_path: Path, exported: tuple[UNet2DConditionModel, list[TrainedLayer]]
 ) -> None:
     path = tmp_path / "adapter" / FILE
     _rewrite(path, load_file(path), {"format": "pt"})
     with pytest.raises(NumericalError, match=r"scales .* by 1\.0, it was trained with 3\.0"):
-        verify_export(demo.model, path.parent, *exported)
+        verify_export(demo.model, [path], *exported)
 
 
 def test_a_lost_layer_a_changed_weight_and_a_broken_file_are_found_out(
-    demo: DemoPaths, tmp_path: Path, exported: tuple[torch.nn.Module, tuple[AdapterModule, ...]]
+    demo: DemoPaths, tmp_path: Path, exported: tuple[UNet2DConditionModel, list[TrainedLayer]]
 ) -> None:
     path = tmp_path / "adapter" / FILE
     whole = load_file(path)
-    layer = exported[1][5].name
+    layer = exported[1][5].module.name
     lost = {key: tensor for key, tensor in whole.items() if layer not in key}
     _rewrite(path, lost)
     with pytest.raises(NumericalError, match=layer):
-        verify_export(demo.model, path.parent, *exported)
+        verify_export(demo.model, [path], *exported)
     key = f"unet.{layer}.lora_B.weight"
     _rewrite(path, whole | {key: whole[key] * 1.001})
     with pytest.raises(NumericalError, match=f"holds other weights for {layer}"):
-        verify_export(demo.model, path.parent, *exported)
+        verify_export(demo.model, [path], *exported)
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(NumericalError, match="can't be loaded by diffusers"):
-        verify_export(demo.model, path.parent, *exported)
+        verify_export(demo.model, [path], *exported)
 
 
 def test_another_base_model_gives_another_output_and_is_found_out(
-    demo: DemoPaths, tmp_path: Path, exported: tuple[torch.nn.Module, tuple[AdapterModule, ...]]
+    demo: DemoPaths, tmp_path: Path, exported: tuple[UNet2DConditionModel, list[TrainedLayer]]
 ) -> None:
     shutil.copytree(demo.model, tmp_path / "other")
     path = tmp_path / "other/unet/diffusion_pytorch_model.safetensors"
     save_file({k: t * 1.1 for k, t in load_file(path).items()}, path, {"format": "pt"})
     with pytest.raises(NumericalError, match="gives another output than the trained one"):
-        verify_export(tmp_path / "other", tmp_path / "adapter", *exported)
+        verify_export(tmp_path / "other", [tmp_path / "adapter" / FILE], *exported)
 
 
 def test_weights_that_are_not_finite_are_not_exported(demo: DemoPaths, tmp_path: Path) -> None:
-    unet, modules = _trained(demo.model, Adapter(rank=4))
+    unet, layers = _trained(demo.model, Adapter(rank=4))
     with torch.no_grad():
-        modules[3].lora_b[0, 0] = float("nan")
-    with pytest.raises(NumericalError, match=rf"{modules[3].name}.lora_B.weight holds values"):
-        export_diffusers(unet, modules, tmp_path)
+        layers[3].lora_b[0, 0] = float("nan")
+    with pytest.raises(
+        NumericalError, match=rf"{layers[3].module.name}.lora_B.weight holds values"
+    ):
+        export_diffusers(unet, layers, tmp_path)
     assert not (tmp_path / "adapter").exists()
 
 
@@ -165,14 +170,14 @@ def test_a_failed_write_leaves_the_earlier_adapter_whole(demo: DemoPaths, tmp_pa
     import resource
     import signal
 
-    unet, modules = _trained(demo.model, Adapter(rank=4))
-    [first] = export_diffusers(unet, modules, tmp_path)
+    unet, layers = _trained(demo.model, Adapter(rank=4))
+    first = export_diffusers(unet, layers, tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(ConfigurationError, match="can't write to"):
-            export_diffusers(unet, modules, tmp_path)
+            export_diffusers(unet, layers, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -181,8 +186,8 @@ def test_a_failed_write_leaves_the_earlier_adapter_whole(demo: DemoPaths, tmp_pa
 
 
 def test_the_metadata_tells_alpha_and_patterns(demo: DemoPaths, tmp_path: Path) -> None:
-    unet, modules = _trained(demo.model, UNEVEN)
-    [file] = export_diffusers(unet, modules, tmp_path)
+    unet, layers = _trained(demo.model, UNEVEN)
+    file = export_diffusers(unet, layers, tmp_path)
     with safe_open(file.path, framework="pt") as opened:
         metadata = json.loads(opened.metadata()["lora_adapter_metadata"])
     assert metadata["unet.lora_alpha"] == 3

@@ -19,6 +19,7 @@ from torch import nn
 
 from kubelora_api.spec import Adapter
 from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.sgm_names import Part
 
 ADAPTER_NAME = "default"
 Block = Literal["down", "mid", "up", "embed"]
@@ -31,9 +32,10 @@ FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
 class AdapterModule:
     """One layer's adapter: the layer's output gains ``alpha / rank * lora_b @ lora_a @ input``.
 
-    name: of the layer in the UNet. group_block: where it stands; embed is the time and size
-    embedding, which all_linear reaches too.
-    lora_a: down-projection, rank x inputs. lora_b: up-projection, outputs x rank.
+    part: the model that the layer belongs to. name: of the layer in it. group_block: where it
+    stands; embed is the time and size embedding and the outermost convolutions.
+    lora_a: down-projection, rank x inputs. lora_b: up-projection, outputs x rank. Of a
+    convolution: rank x inputs x height x width, and outputs x rank x 1 x 1.
     """
 
     name: str
@@ -42,6 +44,32 @@ class AdapterModule:
     lora_b: nn.Parameter
     rank: int
     alpha: float
+    part: Part = "unet"
+
+    @property
+    def scale(self) -> float:
+        """What the update is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class TrainedLayer:
+    """A layer's adapter with the weights to export: the masters, in the shapes of its factors."""
+
+    module: AdapterModule
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+
+
+def trained_layers(
+    modules: Sequence[AdapterModule],
+    masters: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> list[TrainedLayer]:
+    """Modules with their masters, (lora_a, lora_b) in the modules' order; None: their own."""
+    pairs = masters or [(module.lora_a.detach(), module.lora_b.detach()) for module in modules]
+    return [
+        TrainedLayer(m, a.detach(), b.detach()) for m, (a, b) in zip(modules, pairs, strict=True)
+    ]
 
 
 def add_adapter(

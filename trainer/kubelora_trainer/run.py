@@ -14,14 +14,15 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import METRICS_PORT, ExitCode, OutputPath
 from kubelora_api.report import RunReport
 from kubelora_api.status import Artifact
-from kubelora_trainer.adapter import AdapterModule
-from kubelora_trainer.atomic_files import writing_to
+from kubelora_trainer.adapter import AdapterModule, trained_layers
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition, resume, save_checkpoint
 from kubelora_trainer.counting import counting
 from kubelora_trainer.ending import conclude
 from kubelora_trainer.errors import ConfigurationError, Interrupted, RunEnded
-from kubelora_trainer.export import export_diffusers, verify_export
+from kubelora_trainer.export import DTYPES as EXPORT_DTYPES
+from kubelora_trainer.export import Title, export_diffusers, export_kohya
+from kubelora_trainer.export_gate import verify_export
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.material import Material, open_material
 from kubelora_trainer.optimizer import FlatAdamW
@@ -222,19 +223,25 @@ def _serve(run: Run, folder: OutputFolder, registry: CollectorRegistry) -> Expor
 def _export(folder: OutputFolder, material: Material, buffers: AdapterBuffers) -> list[Artifact]:
     """Write the adapter from the masters, load it as a user would, and compare."""
     folder.assert_ours()
-    with writing_to(folder.place(OutputPath.ADAPTER)):
-        exported = export_diffusers(
-            material.base.unet,
-            material.modules,
-            folder.path,
-            masters=_masters_of(material.modules, buffers),
-        )
+    spec, base = folder.job.spec, material.base
+    layers = trained_layers(material.modules, _masters_of(material.modules, buffers))
+    dtype = EXPORT_DTYPES[spec.output.dtype]
+    title = Title(
+        folder.job.metadata.name,
+        spec.dataset.resolution,
+        base.noise_scheduler.config.prediction_type,
+    )
+    exported = [
+        export_diffusers(base.unet, layers, folder.path, dtype=dtype),
+        export_kohya(base.unet.config, layers, folder.path, title, dtype=dtype),
+    ]
     verify_export(
-        material.base.folder,
-        folder.place(OutputPath.ADAPTER),
-        material.base.unet,
-        material.modules,
-        variant=folder.job.spec.model.variant,
+        base.folder,
+        [file.path for file in exported],
+        base.unet,
+        layers,
+        variant=spec.model.variant,
+        dtype=dtype,
     )
     return [artifact_of(folder, file.path) for file in exported]
 
