@@ -56,6 +56,12 @@ PatternKeys = Rule(
     message="every key must be a regular expression (RE2 syntax) over module names",
     check=lambda patterns: all(_compiles(p) for p in patterns),
 )
+PatternItems = Rule(
+    cel="self.all(p, ''.matches(p) || !''.matches(p))",
+    message="every item must be a regular expression (RE2 syntax) over layer names",
+    check=lambda patterns: all(_compiles(p) for p in patterns),
+)
+Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 InputPlace = Annotated[
     str, Field(min_length=1, max_length=1024), _place_rule(places.CLUSTER_SCHEMES)
 ]
@@ -262,10 +268,29 @@ class Adapter(ApiModel):
         None,
         description="Scale: the update is multiplied by alpha / rank. Above 0. Default: the rank.",
     )
-    targets: Literal["attention", "attention+feed_forward", "all_linear"] = Field(
+    rs_lora: bool = Field(
+        False,
+        description="true multiplies the update by alpha / sqrt(rank) (rank-stabilised LoRA), so "
+        "that a large rank learns as fast as a small one. Default false.",
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="Share of the adapter's inputs, 0 to below 1, set to zero at random in each "
+        "training pass; the others are scaled up. Default 0.",
+    )
+    targets: Literal["attention", "attention+feed_forward", "all_linear", "all"] = Field(
         "attention",
         description="Layers of the UNet that get an adapter: attention (default: to_q, to_k, "
-        "to_v, to_out.0), attention+feed_forward, or all_linear.",
+        "to_v, to_out.0), attention+feed_forward, all_linear (time and size embeddings too), or "
+        "all (with convolutions).",
+    )
+    target_patterns: Annotated[list[Pattern], Field(max_length=64), LIST_ATOMIC, PatternItems] = (
+        Field(
+            default_factory=list,
+            description="In place of targets: regular expressions matched against the end of a "
+            "layer's name, over all linear layers and convolutions of the UNet. Default: none. At "
+            "most 64, of up to 256 characters.",
+        )
     )
     rank_pattern: Annotated[dict[str, Rank], Field(max_length=64), MAP_ATOMIC, PatternKeys] = Field(
         default_factory=dict,

@@ -61,6 +61,10 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("rank too large", "spec/adapter/rank", 4096, "spec.adapter.rank"),
     Wrong("alpha 0", "spec/adapter/alpha", 0, "spec.adapter.alpha"),
     Wrong("unknown targets", "spec/adapter/targets", "atention", "spec.adapter.targets"),
+    Wrong("bad target", "spec/adapter/targetPatterns", ["to_(q"], "spec.adapter.targetPatterns"),
+    Wrong("empty target", "spec/adapter/targetPatterns", [""], "spec.adapter.targetPatterns"),
+    Wrong("dropout of all", "spec/adapter/dropout", 1.0, "spec.adapter.dropout"),
+    Wrong("rsLora as text", "spec/adapter/rsLora", "yes", "spec.adapter.rsLora"),
     Wrong("unknown init", "spec/adapter/init", "zeros", "spec.adapter.init"),
     Wrong("bad pattern", "spec/adapter/rankPattern", {"to_(q": 8}, "spec.adapter.rankPattern"),
     Wrong("look-ahead", "spec/adapter/alphaPattern", {"(?=a)": 8}, "spec.adapter.alphaPattern"),
@@ -245,6 +249,11 @@ RIGHT: dict[str, Document] = {
         {"accumulator": "bf16", "masterWeights": "bf16", "allowLossyPrecision": True},
     ),
     "a file in fp16": changed("spec/output/dtype", "fp16"),
+    "convolutions": changed("spec/adapter/targets", "all"),
+    "target patterns": changed("spec/adapter/targetPatterns", [r"attn2\.to_[kv]", "conv1"]),
+    "dropout and rsLora": changed(
+        "spec/adapter/rsLora", True, changed("spec/adapter/dropout", 0.1)
+    ),
     "patterns": changed("spec/adapter/rankPattern", {r"down_blocks\.\d+.*to_q": 8, "mid.*": 128}),
     "the right GPU limit as a number": changed(
         "spec/podTemplate", {"resources": {"limits": {"nvidia.com/gpu": 1, "memory": "48Gi"}}}

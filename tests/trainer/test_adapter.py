@@ -156,3 +156,46 @@ def test_a_pattern_that_matches_nothing_is_an_error(unet: UNet2DConditionModel, 
     adapter = Adapter.model_validate({field: {"to_query": 4}})
     with pytest.raises(ConfigurationError, match=r"Pattern: 'to_query' matches none of the 32"):
         add_adapter(unet, adapter, 0)
+
+
+def test_all_reaches_every_linear_layer_and_convolution(full_demo: DemoPaths) -> None:
+    """794 layers of SDXL: 743 linear ones and 51 convolutions."""
+    bare = _unet(full_demo)
+    convolutions = {n: m for n, m in bare.named_modules() if isinstance(m, nn.Conv2d)}
+    modules = {m.name: m for m in add_adapter(bare, Adapter(rank=2, targets="all"), 0)}
+    assert (len(modules), len(convolutions)) == (794, 51)
+    for name, convolution in convolutions.items():
+        down, up = modules[name].lora_a, modules[name].lora_b
+        assert down.shape == (2, convolution.in_channels, *convolution.kernel_size)
+        assert up.shape == (convolution.out_channels, 2, 1, 1)
+    assert modules["conv_in"].group_block == modules["conv_out"].group_block == "embed"
+
+
+def test_an_orthogonal_convolution_has_orthonormal_filters(unet: UNet2DConditionModel) -> None:
+    adapter = Adapter(rank=4, target_patterns=[r"resnets\.0\.conv1"], init="orthogonal")
+    for module in add_adapter(unet, adapter, 3):
+        rows = module.lora_a.detach().flatten(1)
+        assert torch.allclose(rows @ rows.T, torch.eye(4), atol=1e-6)
+
+
+def test_target_patterns_choose_by_the_end_of_a_name_and_take_the_place_of_targets(
+    unet: UNet2DConditionModel,
+) -> None:
+    names = [n for n, m in unet.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    wanted = [n for n in names if n.endswith(("attn2.to_k", "attn2.to_v", ".conv1"))]
+    adapter = Adapter(targets="all", target_patterns=[r"attn2\.to_[kv]", "conv1"])
+    assert [module.name for module in add_adapter(unet, adapter, 0)] == wanted
+
+
+def test_a_target_pattern_that_matches_nothing_is_an_error(unet: UNet2DConditionModel) -> None:
+    with pytest.raises(ConfigurationError, match="targetPatterns: 'to_z' matches none of the"):
+        add_adapter(unet, Adapter(target_patterns=["to_q", "to_z"]), 0)
+
+
+def test_rank_stabilised_scale_is_alpha_over_the_root_of_each_modules_rank(
+    unet: UNet2DConditionModel,
+) -> None:
+    """Kalajdzievski 2023: 6 / sqrt(4) = 3 and 6 / sqrt(9) = 2."""
+    adapter = Adapter(rank=4, alpha=6.0, rs_lora=True, rank_pattern={"to_v": 9})
+    scales = {m.name.endswith("to_v"): m.scale for m in add_adapter(unet, adapter, 0)}
+    assert scales == {True: pytest.approx(2.0), False: pytest.approx(3.0)}

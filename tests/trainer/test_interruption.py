@@ -63,7 +63,7 @@ def arguments(folder: Path, demo: DemoPaths) -> list[str]:
         *("train", str(folder / "job.yaml")),
         *("--set", "spec.training.steps=40", "--set", "spec.training.gradientAccumulation=3"),
         *("--mount", f"model={demo.model}", "--mount", f"data={demo.photos}"),
-        *("--mount", f"output={folder / 'out'}"),
+        *("--mount", f"output={folder / 'out'}", "--set", "spec.output.dtype=fp32"),
     ]
 
 

@@ -113,6 +113,23 @@ def test_diffusers_turns_every_name_of_every_layer_back(full_demo: DemoPaths) ->
         assert found.removesuffix(".0") == layers[abs(int(number))].removesuffix(".0")
 
 
+def test_convolutions_and_rank_stabilised_scales_survive_both_formats(
+    full_demo: DemoPaths, tmp_path: Path
+) -> None:
+    """Every layer that can have an adapter; ranks differ, so scales differ by a root."""
+    adapter = Adapter(
+        rank=4, alpha=3.0, targets="all", rs_lora=True, rank_pattern={r"conv\d": 2, "to_v": 5}
+    )
+    unet, layers = _trained(full_demo.model, adapter)
+    files = [
+        export_diffusers(unet, layers, tmp_path).path,
+        export_kohya(unet.config, layers, tmp_path, TITLE).path,
+    ]
+    for check in verify_export(full_demo.model, files, unet, layers):
+        assert check.effect > 0.01 * check.output
+        assert check.deviation <= 1e-4 * check.effect + 2 * check.noise
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_both_files_give_the_trained_output_on_sdxls_topology(
     full_demo: DemoPaths, tmp_path: Path, dtype: str

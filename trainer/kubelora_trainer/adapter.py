@@ -6,7 +6,6 @@ that they depend on the seed and the module's name alone and not on what else wa
 
 import hashlib
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -18,14 +17,12 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from kubelora_api.spec import Adapter
-from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.adapter_targets import check_patterns, target_names
 from kubelora_trainer.sgm_names import Part
 
 ADAPTER_NAME = "default"
 Block = Literal["down", "mid", "up", "embed"]
 Init = Literal["kaiming", "gaussian", "orthogonal"]
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,17 @@ def add_adapter(
     modules of another rank by rankPattern too, as in peft.
     Raises ConfigurationError for a pattern that matches no target.
     """
-    targets = target_names(unet, adapter.targets)
-    _check_patterns("rankPattern", adapter.rank_pattern, targets)
-    _check_patterns("alphaPattern", adapter.alpha_pattern, targets)
+    targets = target_names(unet, adapter.targets, adapter.target_patterns)
+    check_patterns("rankPattern", adapter.rank_pattern, targets)
+    check_patterns("alphaPattern", adapter.alpha_pattern, targets)
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=_plain(adapter.alpha if adapter.alpha is not None else adapter.rank),
         target_modules=targets,
         rank_pattern=dict(adapter.rank_pattern),
         alpha_pattern={key: _plain(value) for key, value in adapter.alpha_pattern.items()},
+        use_rslora=adapter.rs_lora,
+        lora_dropout=adapter.dropout,
         init_lora_weights=True,
     )
     with torch.random.fork_rng(devices=[]):  # peft draws numbers that are replaced below
@@ -99,15 +98,6 @@ def add_adapter(
         for name, layer in unet.named_modules()
         if isinstance(layer, LoraLayer)
     )
-
-
-def target_names(unet: UNet2DConditionModel, targets: str) -> list[str]:
-    """Names of the linear layers that get an adapter, in the UNet's order."""
-    linear = [name for name, layer in unet.named_modules() if isinstance(layer, nn.Linear)]
-    if targets == "all_linear":
-        return linear
-    ends = ATTENTION if targets == "attention" else ATTENTION + FEED_FORWARD
-    return [name for name in linear if name.endswith(tuple(f".{end}" for end in ends))]
 
 
 def initial_down_projection(init: Init, rank: int, inputs: int, seed: int) -> torch.Tensor:
@@ -140,9 +130,10 @@ def _initialised(name: str, layer: LoraLayer, init: Init, seed: int) -> AdapterM
     for factor in (layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]):
         factor.to(torch.float32)
     down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
-    rank, inputs = down.shape
+    rank, inputs = down.shape[0], down[0].numel()  # a convolution's patches are its inputs
     with torch.no_grad():
-        down.copy_(initial_down_projection(init, rank, inputs, module_seed(seed, name)))
+        drawn = initial_down_projection(init, rank, inputs, module_seed(seed, name))
+        down.copy_(drawn.view_as(down))
         up.zero_()
     return AdapterModule(
         name=name,
@@ -162,18 +153,6 @@ def block_of(name: str) -> Block:
             found: Block = block
             return found
     return "embed"
-
-
-def _check_patterns(
-    field: str, patterns: dict[str, int] | dict[str, float], names: Sequence[str]
-) -> None:
-    """peft's rule: a pattern matches a whole name, or its end after a dot; the first wins."""
-    for pattern in patterns:
-        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
-            raise ConfigurationError(
-                f"adapter.{field}: {pattern!r} matches none of the {len(names)} adapted modules, "
-                f"such as {names[0]}. Correct it, or widen adapter.targets."
-            )
 
 
 def _plain(alpha: float) -> float:

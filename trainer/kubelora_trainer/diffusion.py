@@ -17,6 +17,7 @@ from kubelora_api.spec import JobSpec
 from kubelora_trainer.base_model import BaseModel
 from kubelora_trainer.data_cache import NO_CACHE, DataCache
 from kubelora_trainer.dataset import Dataset
+from kubelora_trainer.dropout import AdapterDropout
 from kubelora_trainer.errors import Interrupted
 from kubelora_trainer.images import SizeConditions
 from kubelora_trainer.latents import LatentSource, normal
@@ -68,6 +69,7 @@ class SdxlObjective:
         self._cache = cache
         self._text = TextConditions(base, cache.text)
         self._latents = LatentSource(base, dataset, self.order, cache.latents)
+        self._dropout = AdapterDropout(base.unet)
         if spec.training.gradient_checkpointing:
             base.unet.enable_gradient_checkpointing()
 
@@ -76,6 +78,7 @@ class SdxlObjective:
         batch = self.batch(micro_step)
         unet = self._base.unet
         dtype = unet.conv_in.weight.dtype
+        self._dropout.arm(self.order.samples_of(micro_step))
         predicted = unet(
             batch.noisy.to(dtype),
             batch.timesteps,

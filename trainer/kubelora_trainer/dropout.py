@@ -1,0 +1,48 @@
+"""Dropout of the adapter's inputs, with masks that a resumed run draws again.
+
+Masks come from torch's generator, which is seeded anew before every forward pass from the draws of
+its samples: they are a function of (seed, micro-step, samples) alone, whatever was drawn before and
+however samples are spread over processes. Recomputed activations see the same masks, for
+checkpointing puts the generator back.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from kubelora_trainer.order import SampleDraw
+
+
+class AdapterDropout:
+    """Switches the dropout layers of an adapted model on, for one training pass at a time.
+
+    ``eval()`` on the model switches them off again; sample images and comparisons call it.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._layers = [
+            layer
+            for model in models
+            for adapted in model.modules()
+            if isinstance(adapted, LoraLayer)
+            for layer in adapted.lora_dropout.values()
+            if isinstance(layer, nn.Dropout)
+        ]
+
+    def arm(self, draws: Sequence[SampleDraw]) -> None:
+        """Make ready for the forward pass over ``draws``. Does nothing without dropout."""
+        if not self._layers:
+            return
+        for layer in self._layers:
+            layer.train()
+        torch.manual_seed(mask_seed(draws))
+
+
+def mask_seed(draws: Sequence[SampleDraw]) -> int:
+    """Seed of a micro-batch's masks, from its samples' own noise seeds."""
+    text = " ".join(str(draw.noise_seed) for draw in draws)
+    digest = hashlib.sha256(f"dropout {text}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
