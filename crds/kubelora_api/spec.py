@@ -305,6 +305,13 @@ class Adapter(ApiModel):
         description="Initialisation of lora_A; lora_B starts at 0, so a fresh adapter changes "
         "nothing. kaiming (default), gaussian, or orthogonal (orthonormal rows).",
     )
+    from_: InputPlace | None = Field(
+        None,
+        alias="from",
+        description="An existing LoRA to start from, in diffusers' or kohya's format: a "
+        ".safetensors file, or a place that holds one. Its layers and ranks must be this "
+        "adapter's; init is then not used. Default: none.",
+    )
 
 
 class Schedule(ApiModel):

@@ -64,6 +64,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("bad target", "spec/adapter/targetPatterns", ["to_(q"], "spec.adapter.targetPatterns"),
     Wrong("empty target", "spec/adapter/targetPatterns", [""], "spec.adapter.targetPatterns"),
     Wrong("dropout of all", "spec/adapter/dropout", 1.0, "spec.adapter.dropout"),
+    Wrong("start by ftp", "spec/adapter/from", "ftp://host/lora", "spec.adapter.from"),
     Wrong("rsLora as text", "spec/adapter/rsLora", "yes", "spec.adapter.rsLora"),
     Wrong("unknown init", "spec/adapter/init", "zeros", "spec.adapter.init"),
     Wrong("bad pattern", "spec/adapter/rankPattern", {"to_(q": 8}, "spec.adapter.rankPattern"),
@@ -249,6 +250,7 @@ RIGHT: dict[str, Document] = {
         {"accumulator": "bf16", "masterWeights": "bf16", "allowLossyPrecision": True},
     ),
     "a file in fp16": changed("spec/output/dtype", "fp16"),
+    "a warm start": changed("spec/adapter/from", "pvc://adapters/may/adapter/may.safetensors"),
     "convolutions": changed("spec/adapter/targets", "all"),
     "target patterns": changed("spec/adapter/targetPatterns", [r"attn2\.to_[kv]", "conv1"]),
     "dropout and rsLora": changed(

@@ -229,6 +229,13 @@ def test_the_claim_of_the_cache_is_writable_and_those_of_extra_sources_are_read(
     assert mounts["/kubelora/claims/more"] is True
 
 
+def test_the_claim_of_the_lora_to_start_from_is_read() -> None:
+    one = document(adapter={"from": "pvc://loras/may/adapter"})
+    pod = build_job(parse_job(one), 1, "trainer:1")["spec"]["template"]["spec"]
+    mounts = {m["mountPath"]: m.get("readOnly") for m in pod["containers"][0]["volumeMounts"]}
+    assert mounts["/kubelora/claims/loras"] is True
+
+
 def test_the_longest_name_gives_a_host_name_that_is_still_legal() -> None:
     # An Indexed Job's pod is called <job>-<index>-<5>, its host <job>-<index>: 63 at most.
     assert len(child_name("a" * 40, UID, 9999)) + len("-0-abcde") <= 63

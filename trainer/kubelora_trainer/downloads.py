@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from kubelora_trainer.errors import ConfigurationError
 
-Content = Literal["model", "vae", "dataset"]
+Content = Literal["model", "vae", "dataset", "adapter"]
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 MODEL_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
@@ -25,6 +25,8 @@ def wanted_files(content: Content, variant: str | None) -> list[str] | None:
     """Patterns of the files to fetch; None means all but pickles."""
     if content == "dataset":
         return None
+    if content == "adapter":
+        return ["*.safetensors"]
     weights = [name for stem in WEIGHT_STEMS for name in _weight_names(stem, variant)]
     if content == "vae":
         plain = list(_weight_names("diffusion_pytorch_model", None))

@@ -28,6 +28,7 @@ from kubelora_trainer.precision import DTYPES
 from kubelora_trainer.preflight_report import PreflightReport, report_text, write_report
 from kubelora_trainer.sources import open_extra_sources, open_folder
 from kubelora_trainer.threads import cpu_quota, thread_count, usable_cores
+from kubelora_trainer.warm_start import warm_start
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ def open_material(
         device=device,
     )
     modules = add_adapter(base.unet, spec.adapter, spec.training.seed)
+    if spec.adapter.from_:
+        place = resolve_input(spec.adapter.from_, mounts, content="adapter")
+        say(f"adapter: starts from {warm_start(modules, base.unet, place)}")
     limit_threads(sum(p.numel() for p in base.unet.parameters()))
     say(
         f"model: {model_folder} on {device}; adapter: {len(modules)} modules, "

@@ -189,8 +189,9 @@ def _begin(
     for sentence in lossy_warnings(buffers.plan):
         run.warn(sentence)
     if resumed is None:
-        check_fresh_adapter(buffers)
-        run.say("contract: a fresh adapter, |B·A| = 0")
+        if not run.job.spec.adapter.from_:
+            check_fresh_adapter(buffers)
+            run.say("contract: a fresh adapter, |B·A| = 0")
         no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
         return RunPosition(window_loss=no_loss)
     position, saved = resumed

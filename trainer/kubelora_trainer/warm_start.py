@@ -1,0 +1,164 @@
+"""Starts an adapter from an existing LoRA, in diffusers' or in kohya's format.
+
+The job says which layers are adapted and how wide; the file must hold the same. A layer that is
+only on one side would be lost or start from nothing without a word, so it is an error.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from kubelora_api.names import OutputPath
+from kubelora_trainer.adapter import AdapterModule
+from kubelora_trainer.adapter_targets import matches
+from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.kohya_file import read_kohya
+from kubelora_trainer.model_folder import PICKLES
+from kubelora_trainer.sgm_names import kohya_names
+
+METADATA = "lora_adapter_metadata"
+ENDS = {".lora_A.weight": "down", ".lora.down.weight": "down"}
+ENDS |= {".lora_B.weight": "up", ".lora.up.weight": "up"}
+
+
+@dataclass(frozen=True)
+class FoundLayer:
+    """A layer's adapter in a file: the layer's weight gains ``scale * up @ down``."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+
+
+@torch.no_grad()
+def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, place: Path) -> Path:
+    """Fill the adapter from the LoRA at ``place``; returns the file that was read.
+
+    The adapted model then computes what the file makes of it: where the file's scale differs from
+    the job's, the up-projection takes up the difference.
+    Raises ConfigurationError for a file that can't be read, or whose layers, ranks or shapes are
+    not the adapter's.
+    """
+    file = lora_file(place)
+    found = _read(file, unet)
+    by_name = {module.name: module for module in modules}
+    only_file, only_job = found.keys() - by_name.keys(), by_name.keys() - found.keys()
+    if only_file:
+        raise ConfigurationError(
+            f"adapter.from: {file} holds {len(only_file)} layers that this job does not adapt, "
+            f"such as {min(only_file)}: widen adapter.targets, or take them out of the file."
+        )
+    if only_job:
+        raise ConfigurationError(
+            f"adapter.from: {file} lacks {len(only_job)} layers that this job adapts, such as "
+            f"{min(only_job)}: narrow adapter.targets."
+        )
+    for name, module in by_name.items():
+        layer = found[name]
+        _check_shapes(layer, module, file)
+        module.lora_a.copy_(layer.down)
+        module.lora_b.copy_(layer.up.float() * (layer.scale / module.scale))
+    return file
+
+
+def lora_file(place: Path) -> Path:
+    """The file itself, diffusers' file of a folder, or the only .safetensors in it."""
+    if place.is_file():
+        if place.suffix in PICKLES:
+            raise ConfigurationError(
+                f"adapter.from: {place.name} is pickled, which can run code when it is loaded: "
+                "convert it to safetensors."
+            )
+        return place
+    usual = place / Path(OutputPath.DIFFUSERS_WEIGHTS).name
+    files = [usual] if usual.is_file() else sorted(place.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    what = f"{len(files)} .safetensors files; name one" if files else "no .safetensors file"
+    raise ConfigurationError(f"adapter.from: {place} holds {what}.")
+
+
+def _read(file: Path, unet: UNet2DConditionModel) -> dict[str, FoundLayer]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            keys, metadata = list(opened.keys()), opened.metadata() or {}
+        if any("dora_scale" in key or "lora_magnitude_vector" in key for key in keys):
+            raise ConfigurationError(
+                f"adapter.from: {file} is a DoRA, whose magnitudes this trainer does not train."
+            )
+        if all(key.startswith("lora_") for key in keys):
+            return _from_kohya(file, unet)
+        return _from_diffusers(load_file(file), metadata)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigurationError(f"adapter.from: {file} can't be read: {error}.") from error
+
+
+def _from_kohya(file: Path, unet: UNet2DConditionModel) -> dict[str, FoundLayer]:
+    """Layers by their name in diffusers; keys in sgm's names, or in diffusers' with underscores."""
+    layers = [name for name, module in unet.named_modules() if hasattr(module, "base_layer")]
+    names = {f"lora_unet_{name.replace('.', '_')}": name for name in layers}
+    stems = kohya_names(unet.config, (("unet", name) for name in layers))
+    names |= {stem: name for (_, name), stem in stems.items()}
+    return {
+        names.get(stem, stem): FoundLayer(layer.down, layer.up, layer.scale)
+        for stem, layer in read_kohya(file).items()
+    }
+
+
+def _from_diffusers(
+    state: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> dict[str, FoundLayer]:
+    """Without adapter metadata the scale is 1, as diffusers has it."""
+    config = json.loads(metadata[METADATA]) if METADATA in metadata else {}
+    factors: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in state.items():
+        end = next((end for end in ENDS if key.endswith(end)), None)
+        if end is None:
+            raise ValueError(f"{key} is no key of a LoRA in diffusers' or kohya's format")
+        name = key.removesuffix(end).removeprefix("unet.")
+        factors.setdefault(name, {})[ENDS[end]] = tensor
+    half = next((name for name, pair in factors.items() if len(pair) == 1), None)
+    if half is not None:
+        raise ValueError(f"{half} has only one of its two factors")
+    return {
+        name: FoundLayer(pair["down"], pair["up"], _scale(name, pair["down"].shape[0], config))
+        for name, pair in factors.items()
+    }
+
+
+def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
+    """As peft reads its configuration: the first pattern that matches wins."""
+    if "unet.lora_alpha" not in config:
+        return 1.0
+    patterns: Mapping[str, float] = config.get("unet.alpha_pattern") or {}
+    own = (value for pattern, value in patterns.items() if matches(pattern, name))
+    alpha = float(next(own, config["unet.lora_alpha"]))
+    return alpha / (math.sqrt(rank) if config.get("unet.use_rslora") else rank)
+
+
+def _check_shapes(layer: FoundLayer, module: AdapterModule, file: Path) -> None:
+    rank = layer.down.shape[0]
+    if rank != module.rank:
+        raise ConfigurationError(
+            f"adapter.from: {file} has rank {rank} at {module.name}, this job {module.rank}: set "
+            f"adapter.rank or rankPattern to {rank}."
+        )
+    found = (tuple(layer.down.shape), tuple(layer.up.shape))
+    wanted = (tuple(module.lora_a.shape), tuple(module.lora_b.shape))
+    if found != wanted:
+        raise ConfigurationError(
+            f"adapter.from: {file} has shapes {found[0]} and {found[1]} at {module.name}, this "
+            f"model {wanted[0]} and {wanted[1]}: it is for another base model."
+        )
+    if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
+        raise ConfigurationError(
+            f"adapter.from: {file} holds values at {module.name} that are not finite."
+        )
