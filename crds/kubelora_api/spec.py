@@ -86,6 +86,26 @@ class Model(ApiModel):
         description="Another VAE in place of the pipeline's own, such as "
         "hf://madebyollin/sdxl-vae-fp16-fix.",
     )
+    prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
+        "auto",
+        description="What the UNet predicts: epsilon (the noise), v_prediction, or auto (default): "
+        "what the model's scheduler says.",
+    )
+    zero_terminal_snr: bool = Field(
+        False,
+        description="true rescales the noise schedule so that its last step is pure noise, and "
+        "draws samples from there. Needs a model that predicts v. Default false: the model's own "
+        "schedule.",
+    )
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel="!self.zeroTerminalSnr || self.predictionType != 'epsilon'",
+            message="zeroTerminalSnr needs a model that predicts v: of pure noise the noise is "
+            "known already",
+            check=lambda m: not m.zero_terminal_snr or m.prediction_type != "epsilon",
+            at="zeroTerminalSnr",
+        ),
+    )
 
 
 class Buckets(ApiModel):

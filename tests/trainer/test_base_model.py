@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kubelora_trainer.base_model import BaseModel, load_base_model
+from kubelora_trainer.base_model import BaseModel, load_base_model, noise_schedule
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.model_folder import check_pipeline, check_weights, is_of_variant
@@ -184,3 +184,46 @@ def test_the_fingerprint_tells_fine_tunes_of_one_architecture_apart(copy: Path) 
 def test_a_weight_files_variant_is_read_from_its_name(name: str, variant: str | None) -> None:
     for candidate in (None, "fp16", "ema"):
         assert is_of_variant(name, candidate) == (candidate == variant)
+
+
+def test_zero_terminal_snr_rescales_the_schedule_by_lins_algorithm(demo: DemoPaths) -> None:
+    """sqrt(abar_t)' = (sqrt(abar_t) - sqrt(abar_T)) sqrt(abar_1) / (sqrt(abar_1) - sqrt(abar_T))"""
+    plain = _load(demo.model).noise_scheduler.alphas_cumprod.double().sqrt()
+    base = load_base_model(
+        demo.model,
+        variant=None,
+        vae=None,
+        dtype=torch.float32,
+        device=CPU,
+        prediction="v_prediction",
+        zero_terminal_snr=True,
+    )
+    expected = (plain - plain[-1]) * plain[0] / (plain[0] - plain[-1])
+    rescaled = base.noise_scheduler.alphas_cumprod
+    assert torch.allclose(rescaled.double().sqrt(), expected, atol=1e-4)
+    assert float(rescaled[-1]) == 0.0
+    assert base.sampling_scheduler["timestep_spacing"] == "trailing"
+    assert base.sampling_scheduler["rescale_betas_zero_snr"] is True
+
+
+def test_the_jobs_prediction_type_wins_over_the_models(copy: Path) -> None:
+    config = copy / "scheduler/scheduler_config.json"
+    assert _load(copy).noise_scheduler.config.prediction_type == "epsilon"
+    _edit(config, lambda content: content.update(prediction_type="v_prediction"))
+    for wanted, found in {
+        "auto": "v_prediction",
+        "epsilon": "epsilon",
+        "v_prediction": "v_prediction",
+    }.items():
+        schedule = noise_schedule(json.loads(config.read_text()), wanted, False)  # type: ignore[arg-type]
+        assert schedule["prediction_type"] == found
+
+
+def test_zero_terminal_snr_of_a_model_that_predicts_epsilon_is_refused() -> None:
+    for config in ({}, {"prediction_type": "epsilon"}):
+        with pytest.raises(
+            ConfigurationError, match=r"predicts epsilon: set model\.predictionType"
+        ):
+            noise_schedule(config, "auto", True)
+    with pytest.raises(ConfigurationError, match="predicts 'sample'"):
+        noise_schedule({"prediction_type": "sample"}, "auto", False)

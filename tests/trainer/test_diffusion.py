@@ -5,20 +5,23 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 from PIL import Image
+from safetensors import safe_open
 
 from kubelora_api.spec import Adapter
 from kubelora_trainer.adapter import AdapterModule, add_adapter
-from kubelora_trainer.base_model import BaseModel
+from kubelora_trainer.base_model import BaseModel, load_base_model
 from kubelora_trainer.buckets import Size
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.diffusion import SdxlObjective, time_ids
 from kubelora_trainer.images import cut_image, decode_image
 from kubelora_trainer.text import encode_text
 from tests.trainer.jobs import fill_up_projections, job_spec, objective_on, open_base
+from tests.trainer.test_interruption import arguments, in_this_process
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +173,41 @@ def test_checkpointing_gives_the_same_gradients(demo: DemoPaths) -> None:
         assert plain is not None
         assert recomputed is not None
         assert torch.allclose(plain, recomputed, atol=1e-7)
+
+
+def test_at_zero_terminal_snr_the_last_timestep_is_pure_noise_and_the_target_is_the_image(
+    demo: DemoPaths,
+) -> None:
+    """v = sqrt(abar) e - sqrt(1 - abar) x_0 is -x_0 where abar is 0 (Salimans and Ho 2022)."""
+    base = load_base_model(
+        demo.model,
+        variant=None,
+        vae=None,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        prediction="v_prediction",
+        zero_terminal_snr=True,
+    )
+    latents, noise = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    last = torch.tensor([999])
+    assert torch.equal(base.noise_scheduler.add_noise(latents, noise, last), noise)
+    assert torch.equal(base.noise_scheduler.get_velocity(latents, noise, last), -latents)
+
+
+def test_a_run_in_v_prediction_with_zero_terminal_snr_draws_samples(
+    tmp_path: Path, demo: DemoPaths
+) -> None:
+    settings = (
+        "spec.model.predictionType=v_prediction",
+        "spec.model.zeroTerminalSnr=true",
+        "spec.training.steps=2",
+        "spec.validation={prompts: [a cat], inferenceSteps: 2}",
+    )
+    given = [part for setting in settings for part in ("--set", setting)]
+    done = in_this_process([*arguments(tmp_path, demo), *given])
+    assert done.exit_code == 0, done.output
+    picture = Image.open(tmp_path / "out" / "samples" / "step-000002-0.png")
+    assert int(np.ptp(np.asarray(picture.crop((0, 20, 64, 80))))) > 10
+    [kohya] = (tmp_path / "out" / "adapter").glob("[!p]*.safetensors")
+    with safe_open(kohya, framework="pt") as file:
+        assert file.metadata()["modelspec.prediction_type"] == "v"

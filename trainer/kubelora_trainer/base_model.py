@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
@@ -20,6 +20,8 @@ from transformers.utils import logging as transformers_logging
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.model_folder import check_pipeline, check_weights, fingerprint, read_json
 
+Prediction = Literal["auto", "epsilon", "v_prediction"]
+
 
 @dataclass(frozen=True)
 class BaseModel:
@@ -27,8 +29,8 @@ class BaseModel:
 
     unet: in the compute dtype. vae: fp32 always, for SDXL's overflows in half precision.
     text_encoders, tokenizers: CLIP ViT-L and OpenCLIP bigG, in this order.
-    noise_scheduler: DDPM with the pipeline's betas and prediction type, for training.
-    sampling_scheduler: class name and configuration of the pipeline's own scheduler.
+    noise_scheduler: DDPM with the pipeline's betas and prediction type, or the job's, for training.
+    sampling_scheduler: class name and configuration of the pipeline's own scheduler, likewise.
     fingerprint: SHA-256 of configurations and of the weight files' headers and sizes.
     """
 
@@ -55,12 +57,15 @@ def load_base_model(
     vae: Path | None,
     dtype: torch.dtype,
     device: torch.device,
+    prediction: Prediction = "auto",
+    zero_terminal_snr: bool = False,
 ) -> BaseModel:
     """Load the pipeline in ``folder``.
 
     variant: infix of the weight files, such as fp16; None takes the plain files.
     vae: folder of another AutoencoderKL that replaces the pipeline's own.
     dtype: of UNet and text encoders.
+    prediction, zero_terminal_snr: see ``noise_schedule``.
     Raises ConfigurationError for what is missing, damaged or not SDXL.
     """
     index = check_pipeline(folder)
@@ -68,7 +73,9 @@ def load_base_model(
     for part in ("unet", "text_encoder", "text_encoder_2"):
         check_weights(folder / part, variant)
     check_weights(vae_folder, vae_variant)
-    scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
+    scheduler = noise_schedule(
+        read_json(folder / "scheduler" / "scheduler_config.json"), prediction, zero_terminal_snr
+    )
     with _quiet():
         return BaseModel(
             folder=folder,
@@ -142,13 +149,36 @@ def _tokenizer(folder: Path) -> CLIPTokenizer:
     return _load(lambda: CLIPTokenizer.from_pretrained(folder, local_files_only=True), folder)
 
 
-def _noise_scheduler(folder: Path, config: dict[str, Any]) -> DDPMScheduler:
-    kind = config.get("prediction_type", "epsilon")
+def noise_schedule(
+    config: dict[str, Any], prediction: Prediction, zero_terminal_snr: bool
+) -> dict[str, Any]:
+    """A scheduler's configuration, with what the job says in place of what the model says.
+
+    prediction: auto keeps the model's. zero_terminal_snr: betas are rescaled so that the last
+    timestep is pure noise, and sampling begins there (Lin et al. 2023, "Common diffusion noise
+    schedules and sample steps are flawed", algorithm 1 and section 3.3).
+    Raises ConfigurationError for another prediction type, and for zero terminal SNR with epsilon:
+    of pure noise the noise is known already, so the last timestep would teach nothing.
+    """
+    kind = config.get("prediction_type", "epsilon") if prediction == "auto" else prediction
     if kind not in ("epsilon", "v_prediction"):
         raise ConfigurationError(
-            f"The scheduler of {folder} predicts {kind!r}; only epsilon and v_prediction can be "
-            "trained."
+            f"The model's scheduler predicts {kind!r}; only epsilon and v_prediction can be "
+            "trained: see model.predictionType."
         )
+    changed = config | {"prediction_type": kind}
+    if zero_terminal_snr:
+        changed |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    if changed.get("rescale_betas_zero_snr") and kind == "epsilon":
+        raise ConfigurationError(
+            "Zero terminal SNR needs a model that predicts v, and this one predicts epsilon: set "
+            "model.predictionType to v_prediction if that is wrong, or leave "
+            "model.zeroTerminalSnr out."
+        )
+    return changed
+
+
+def _noise_scheduler(folder: Path, config: dict[str, Any]) -> DDPMScheduler:
     return _load(lambda: DDPMScheduler.from_config(config), folder / "scheduler")
 
 

@@ -97,6 +97,8 @@ def open_material(
         vae=vae,
         dtype=DTYPES[spec.precision.compute],
         device=device,
+        prediction=spec.model.prediction_type,
+        zero_terminal_snr=spec.model.zero_terminal_snr,
     )
     modules = add_adapter(base.unet, spec.adapter, spec.training.seed)
     if spec.adapter.from_:
