@@ -78,12 +78,16 @@ def test_missing_and_empty_folders_and_single_files_are_told_apart(tmp_path: Pat
     (tmp_path / "empty").mkdir()
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos/a.txt").write_text("x")
-    (tmp_path / "model.safetensors").write_bytes(b"x")
+    for name in ("model.safetensors", "model.ckpt", "model.pt", "model.bin"):
+        (tmp_path / name).write_bytes(b"x")
     for name, sentence in {
         "none": "does not exist",
         "empty": "is empty",
         "photos": "no model_index.json",
-        "model.safetensors": "is a file",
+        "model.safetensors": "is a file.*must be converted first",
+        "model.ckpt": "is a pickled checkpoint, which can run code",
+        "model.pt": "is a pickled checkpoint",
+        "model.bin": "is a pickled checkpoint",
     }.items():
         with pytest.raises(ConfigurationError, match=sentence) as caught:
             check_pipeline(tmp_path / name)

@@ -64,10 +64,16 @@ def check_pipeline(folder: Path) -> dict[str, Any]:
 def _index_of(folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise ConfigurationError(f"The model folder {folder} does not exist: see model.uri.")
+    if folder.suffix in PICKLES and folder.is_file():
+        raise ConfigurationError(
+            f"{folder} is a pickled checkpoint, which can run code when it is loaded: model.uri "
+            f"needs the folder of {WANTED}, with weights in .safetensors."
+        )
     if folder.is_file():
         raise ConfigurationError(
             f"{folder} is a file: model.uri needs the folder of {WANTED}. Single-file checkpoints "
-            "must be converted first."
+            "must be converted first (diffusers: StableDiffusionXLPipeline.from_single_file, "
+            "then save_pretrained)."
         )
     if not any(folder.iterdir()):
         raise ConfigurationError(f"The model folder {folder} is empty: model.uri needs {WANTED}.")
