@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from kubelora_api.spec import Adapter
-from kubelora_trainer.adapter import TrainedLayer, add_adapter, target_names, trained_layers
+from kubelora_trainer.adapter import TrainedLayer, add_adapter, trained_layers
+from kubelora_trainer.adapter_targets import target_names
 from kubelora_trainer.base_model import load_unet
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import NumericalError
-from kubelora_trainer.export import DTYPES, Title, export_diffusers, export_kohya
+from kubelora_trainer.export import DTYPES, Title, dtype_that_holds, export_diffusers, export_kohya
 from kubelora_trainer.export_gate import probe, verify_export
 from kubelora_trainer.kohya_file import read_kohya
 from kubelora_trainer.sgm_names import kohya_names, sgm_blocks, sgm_name
@@ -241,6 +242,27 @@ def test_values_too_large_for_fp16_are_a_sentence(demo: DemoPaths, tmp_path: Pat
     layers[2].lora_b[0, 0] = 1e6
     with pytest.raises(NumericalError, match=r"not finite in torch.float16.*output.dtype to bf16"):
         export_kohya(unet.config, layers, tmp_path, TITLE, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("value", "held"), [(1e-2, True), (1e-4, True), (1e-6, False), (1e-9, False), (1e5, False)]
+)
+def test_weights_that_fp16_would_lose_are_kept_in_fp32(
+    demo: DemoPaths, value: float, held: bool
+) -> None:
+    """Steps of 6e-8: 1e-6 would be off by up to 3 %, 1e-9 would be 0; 1e5 is beyond 65504."""
+    _, layers = _trained(demo.model, Adapter(rank=4))
+    draw = torch.rand(layers[7].lora_b.shape, generator=torch.Generator().manual_seed(1))
+    layers[7].lora_b.copy_(value * (1 + draw))
+    wide = torch.float16 if held else torch.float32
+    assert dtype_that_holds(layers, torch.float16) == wide
+    assert dtype_that_holds(layers, torch.bfloat16) == torch.bfloat16
+
+
+def test_a_fresh_up_projection_of_zeros_is_held_by_fp16(demo: DemoPaths) -> None:
+    _, layers = _trained(demo.model, Adapter(rank=4))
+    layers[0].lora_b.zero_()
+    assert dtype_that_holds(layers, torch.float16) == torch.float16
 
 
 def test_attention_at_rank_64_in_16_bit_is_186_mb_on_sdxl() -> None:

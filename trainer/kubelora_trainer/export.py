@@ -23,7 +23,7 @@ from kubelora_api.names import OutputPath, kohya_weights
 from kubelora_trainer.adapter import ADAPTER_NAME, TrainedLayer
 from kubelora_trainer.atomic_files import sync_folder, writing_to
 from kubelora_trainer.errors import NumericalError
-from kubelora_trainer.kohya_file import kohya_metadata, kohya_state
+from kubelora_trainer.kohya_file import common_alpha, kohya_metadata, kohya_state
 
 DTYPES: dict[Literal["fp16", "bf16", "fp32"], torch.dtype] = {
     "fp16": torch.float16,
@@ -99,6 +99,23 @@ def export_kohya(
     return _write_whole(
         folder / kohya_weights(title.name), lambda path: save_file(state, path, metadata)
     )
+
+
+def dtype_that_holds(layers: Sequence[TrainedLayer], wanted: torch.dtype) -> torch.dtype:
+    """``wanted``, or fp32 where a factor of any layer would lose more in it than normal rounding.
+
+    fp16 alone can be too narrow: it rounds to multiples of 6e-8 and ends at 65504. What is judged
+    is the norm of the rounding error against twice the largest that normal numbers have.
+    """
+    if wanted != torch.float16:
+        return wanted
+    alpha = common_alpha(layers)
+    for one in layers:
+        for factor in (one.lora_a, one.lora_b, one.lora_b * (one.module.alpha / alpha)):
+            exact = factor.float()
+            if not (exact.half().float() - exact).norm() <= 2.0**-10 * exact.norm():
+                return torch.float32
+    return wanted
 
 
 def _check_finite(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ every way to end leaves a manifest, a report and a sentence.
 """
 
 import time
+from collections.abc import Callable
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -21,7 +22,7 @@ from kubelora_trainer.counting import counting
 from kubelora_trainer.ending import conclude
 from kubelora_trainer.errors import ConfigurationError, Interrupted, RunEnded
 from kubelora_trainer.export import DTYPES as EXPORT_DTYPES
-from kubelora_trainer.export import Title, export_diffusers, export_kohya
+from kubelora_trainer.export import Title, dtype_that_holds, export_diffusers, export_kohya
 from kubelora_trainer.export_gate import verify_export
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.material import Material, open_material
@@ -155,7 +156,7 @@ def _train_and_export(
             checkpoint(position)
     _leave_if_asked(run, position.step, plan.optimizer_steps)
     reporter.phase("Exporting")
-    artifacts = _export(folder, material, buffers)
+    artifacts = _export(folder, material, buffers, run.warn)
     _draw(run, folder, material, position.step)
     _leave_if_asked(run, position.step, plan.optimizer_steps)
     log = run_log.finish()
@@ -221,12 +222,23 @@ def _serve(run: Run, folder: OutputFolder, registry: CollectorRegistry) -> Expor
     return exporter
 
 
-def _export(folder: OutputFolder, material: Material, buffers: AdapterBuffers) -> list[Artifact]:
+def _export(
+    folder: OutputFolder,
+    material: Material,
+    buffers: AdapterBuffers,
+    warn: Callable[[str], None],
+) -> list[Artifact]:
     """Write the adapter from the masters, load it as a user would, and compare."""
     folder.assert_ours()
     spec, base = folder.job.spec, material.base
     layers = trained_layers(material.modules, _masters_of(material.modules, buffers))
-    dtype = EXPORT_DTYPES[spec.output.dtype]
+    wanted = EXPORT_DTYPES[spec.output.dtype]
+    dtype = dtype_that_holds(layers, wanted)
+    if dtype != wanted:
+        warn(
+            "fp16 is too narrow for this adapter's weights, so its files are in fp32; "
+            "output.dtype bf16 would hold them in half the size"
+        )
     title = Title(
         folder.job.metadata.name,
         spec.dataset.resolution,
