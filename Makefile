@@ -71,7 +71,7 @@ format: dev ## Format the code
 .PHONY: generate
 generate: dev ## Write generated files anew: the CRD, the alert rules, the metric reference
 	@$(PY) crds/generate.py
-	@$(PY) charts/generate.py
+	@$(PY) -m charts.generate
 
 .PHONY: clean
 clean: ## Remove what builds and runs left (the virtual environment stays)

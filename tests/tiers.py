@@ -66,7 +66,7 @@ LANES: tuple[tuple[Tier, ...], ...] = (
             (
                 (str(BIN / "ruff"), "check", "."),
                 (str(BIN / "ruff"), "format", "--check", "."),
-                (str(BIN / "mypy"), "crds", "operator", "trainer", "tests"),
+                (str(BIN / "mypy"), "crds", "operator", "trainer", "charts", "tests"),
                 (str(BIN / "lint-imports"),),
             ),
         ),

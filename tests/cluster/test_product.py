@@ -126,6 +126,7 @@ def _install(helm: Helm, images: Images) -> None:
     helm(
         *("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace"),
         *("--values", str(path), "--wait", "--timeout", "180s"),
+        "--take-ownership",  # of the CRD, which outlives a release and other tests
     )
 
 

@@ -30,6 +30,11 @@ def folder(places: Places) -> Path:
     return places.cache / "images"
 
 
+def store(places: Places) -> str:
+    """The storage as other programs of buildah's family name it."""
+    return f"[overlay@{folder(places) / 'storage'}+{folder(places) / 'run'}]"
+
+
 def run(places: Places, *arguments: str, log: Path | None = None) -> str:
     """Run buildah and return its output; with `log`, everything it prints goes there."""
     storage = folder(places)

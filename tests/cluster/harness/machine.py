@@ -23,7 +23,11 @@ CLUSTER_PACKAGES = {
     "iproute2": "/usr/sbin/ip",
     "openssl": "/usr/bin/openssl",
 }
-IMAGE_PACKAGES = {"buildah": "/usr/bin/buildah", "debootstrap": "/usr/sbin/debootstrap"}
+IMAGE_PACKAGES = {
+    "buildah": "/usr/bin/buildah",
+    "debootstrap": "/usr/sbin/debootstrap",
+    "skopeo": "/usr/bin/skopeo",
+}
 MONITORING_PACKAGES = {"prometheus-alertmanager": "/usr/bin/prometheus-alertmanager"}
 
 _POLICY = Path("/usr/sbin/policy-rc.d")

@@ -1,9 +1,9 @@
 """Carry an image from buildah to containerd, moving only the layers that containerd lacks.
 
-buildah pushes to an OCI layout without compression, so a layer's digest is known beforehand and a
-blob that lies in the layout is not written again. After the import the large blobs are replaced by
-holes of the same size: buildah still finds them, and they take no disk. A change of a few source
-files thus moves a few kilobytes past a dependency layer of gigabytes.
+skopeo copies to an OCI layout without compression (buildah can't), so a layer's digest is known
+beforehand and a blob that lies in the layout is not written again. After the import the large
+blobs are replaced by holes of the same size: skopeo still finds them, and they take no disk. A
+change of a few source files thus moves a few kilobytes past a dependency layer of gigabytes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def to_containerd(places: Places, name: str) -> Transfer:
     present = set(scratch.ctr(places, "content", "ls", "-q").split())
     _drop_unusable_blobs(layout, present)
     (layout / "index.json").unlink(missing_ok=True)
-    run = ("push", "--quiet", "--disable-compression", "--format", "oci")
-    buildah.run(places, *run, name, f"oci:{layout}:image")
+    _copy_to_layout(places, name, layout)
     index = json.loads((layout / "index.json").read_text())
     descriptor = index["manifests"][0]
     descriptor["annotations"] = {"io.containerd.image.name": name}
@@ -53,6 +52,14 @@ def to_containerd(places: Places, name: str) -> Transfer:
         image_bytes=sum(layer["size"] for layer in manifest["layers"]),
         moved_bytes=sum(_blob(layout, digest).stat().st_size for digest in wanted),
     )
+
+
+def _copy_to_layout(places: Places, name: str, layout: Path) -> None:
+    command = ["skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
+    command += [f"containers-storage:{buildah.store(places)}{name}", f"oci:{layout}:image"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise HarnessError(f"skopeo did not copy {name}: {done.stderr.strip()[-800:]}")
 
 
 def _blob(layout: Path, digest: str) -> Path:
