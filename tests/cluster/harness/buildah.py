@@ -97,6 +97,7 @@ def _debootstrap(root: Path, log: Path) -> None:
 
 def build(places: Places, context: Path, target: str, name: str) -> None:
     """Build one target of the Dockerfile; layers that did not change come from the cache."""
+    run(places, "rm", "--all")  # what a failed build left
     lent = [word for stage in _lent_stages(context) for word in _lend(places, context, stage)]
     _bud(places, context, target, name, lent)
 

@@ -147,3 +147,13 @@ def _forget_old(places: Places, name: str) -> None:
         if buildah.has_image(places, f"{repository}:{tag}"):
             buildah.run(places, "rmi", f"{repository}:{tag}")
     record.write_text("\n".join(tags[-_KEPT_VERSIONS:]) + "\n")
+    _forget_unnamed(places)
+
+
+def _forget_unnamed(places: Places) -> None:
+    """containerd's Kubernetes part lists each image by its id too, which would keep it for ever."""
+    rows = [row.split() for row in scratch.ctr(places, "images", "ls").splitlines()[1:]]
+    named = {row[2] for row in rows if not row[0].startswith("sha256:")}
+    unnamed = [row[0] for row in rows if row[2] not in named]
+    if unnamed:
+        scratch.ctr(places, "images", "rm", "--sync", *unnamed)

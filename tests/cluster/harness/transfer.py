@@ -1,9 +1,9 @@
 """Carry an image from buildah to containerd, moving only the layers that containerd lacks.
 
 skopeo copies to an OCI layout without compression (buildah can't), so a layer's digest is known
-beforehand and a blob that lies in the layout is not written again. After the import the large
-blobs are replaced by holes of the same size: skopeo still finds them, and they take no disk. A
-change of a few source files thus moves a few kilobytes past a dependency layer of gigabytes.
+beforehand and a blob that lies in the layout is not written again. After the import the large blobs
+are replaced by holes of the same size: skopeo still finds them, and they take no disk. A change of
+a few source files thus moves a few kilobytes past a dependency layer of gigabytes.
 """
 
 from __future__ import annotations
