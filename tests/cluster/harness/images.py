@@ -22,7 +22,7 @@ from .report import say
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TARGETS = ("operator", "trainer")
-_KEPT_VERSIONS = 2  # the current one, and one that a running pod may still name
+_KEPT_VERSIONS = 4  # the current one, and some that a deployed chart may still name
 
 
 @dataclass(frozen=True)
