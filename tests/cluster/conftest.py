@@ -6,6 +6,7 @@ unless KUBELORA_KEEP_CLUSTER is set. With KUBECONFIG pointing at another cluster
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from .harness import cluster as local_cluster
-from .harness import gobuild, monitoring, volumes
+from .harness import gobuild, locks, monitoring, volumes
 from .harness import images as product_images
 from .harness.images import Images
 from .harness.kubectl import Helm, Kubectl
@@ -43,9 +44,12 @@ def cluster(places: Places, is_local_cluster: bool) -> Iterator[Path]:
         yield Path(os.environ["KUBECONFIG"])
         return
     was_up = local_cluster.is_healthy(places)
-    yield local_cluster.up(places)
+    kubeconfig = local_cluster.up(places)
+    with locks.in_use(places):
+        yield kubeconfig
     if not was_up and not os.environ.get("KUBELORA_KEEP_CLUSTER"):
-        local_cluster.down(places)
+        with contextlib.suppress(locks.InUseError):  # another test run has joined: it stays up
+            local_cluster.down(places)
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from .harness import cluster as local_cluster
 from .harness import kernel, processes, teardown
 from .harness.errors import HarnessError
 from .harness.places import Places
@@ -76,3 +78,24 @@ def test_a_command_for_another_state_folder_leaves_the_running_cluster_alone(
     with pytest.raises(HarnessError, match=f"KUBELORA_STATE={places.state}"):
         teardown.down(other)
     assert kernel.tables()
+
+
+def test_a_cluster_is_not_taken_down_under_a_test_run(
+    places: Places, cluster: Path, is_local_cluster: bool
+) -> None:
+    """This very run is the one that uses it."""
+    if not is_local_cluster:
+        pytest.skip("the cluster is not the harness's")
+    with pytest.raises(HarnessError, match="A test run uses the cluster"):
+        local_cluster.down(places)
+    assert local_cluster.is_healthy(places)
+
+
+def test_a_client_of_the_cluster_is_not_taken_for_a_part_of_it(other: Places) -> None:
+    waiting = [sys.executable, "-c", "import time; time.sleep(60)", str(other.kubeconfig)]
+    client = subprocess.Popen(waiting)
+    try:
+        assert not any(f"Process {client.pid}" in line for line in teardown.check_clean(other))
+    finally:
+        client.kill()
+        client.wait()

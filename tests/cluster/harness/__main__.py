@@ -16,8 +16,11 @@ def _up(places: Places, _: argparse.Namespace) -> int:
     return 0
 
 
-def _down(places: Places, _: argparse.Namespace) -> int:
-    cluster.down(places)
+def _down(places: Places, arguments: argparse.Namespace) -> int:
+    if arguments.force:
+        teardown.down(places)
+    else:
+        cluster.down(places)
     return 0
 
 
@@ -64,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("up", _up, "start the cluster, repair it, or find it running; prints the KUBECONFIG")
-    add("down", _down, "stop the cluster and remove every trace of it")
+    down = add("down", _down, "stop the cluster and remove every trace of it")
+    down.add_argument("--force", action="store_true", help="even when a test run uses it")
     add("status", _status, "one line a component; the exit status is 0 when all are healthy")
     add("check-clean", _check_clean, "list what a cluster left behind; exit status 0 when nothing")
     add("images", _images, "build the two images where stale and hand them to the cluster")

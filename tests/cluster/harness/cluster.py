@@ -16,7 +16,7 @@ from . import addons, configs, gobuild, kernel, machine, processes, scratch, tea
 from .components import Component, all_components
 from .errors import HarnessError, tail
 from .kubectl import Kubectl
-from .locks import exclusive
+from .locks import exclusive, without_users
 from .pki import write_pki
 from .places import Places
 from .probes import wait_until
@@ -40,9 +40,9 @@ def up(places: Places) -> Path:
 
 
 def down(places: Places) -> None:
-    """Stop the cluster and remove every trace of it."""
+    """Stop the cluster and remove every trace of it, unless a test run uses it."""
     machine.require_root()
-    with exclusive(places, "cluster"):
+    with exclusive(places, "cluster"), without_users(places):
         teardown.down(places)
 
 
@@ -51,7 +51,8 @@ def _ensure_up(places: Places) -> None:
     address = machine.node_address()
     if places.state.exists() and not _is_worth_keeping(places, address):
         say("removing what is left of an earlier cluster")
-        teardown.down(places)
+        with without_users(places):
+            teardown.down(places)
     if not _fingerprint_file(places).exists():
         _prepare(places, address)
     kernel.prepare(places)

@@ -57,8 +57,10 @@ def check_clean(places: Places) -> list[str]:
     """What of a cluster is on this machine: one sentence for each thing; empty when nothing is."""
     found = []
     # Every process of the cluster names a file of the state folder, the shims by their socket.
+    # The administrator's kubeconfig is named by clients, which are not the cluster's.
     for pid, command in processes.processes_mentioning(f"{places.state}/").items():
-        found.append(f"Process {pid} still runs: {command[:160]}")
+        if str(places.kubeconfig) not in command:
+            found.append(f"Process {pid} still runs: {command[:160]}")
     found += [f"Process {pid} still runs in a pod's cgroup." for pid in kernel.pod_pids()]
     found += [f"{point} is still mounted." for point in kernel.mounts_under(places.state)]
     found += [f"Network link {link} still leads to the pods." for link in kernel.pod_links()]
