@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from kubelora_api.documents import parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.report import RunReport
-from kubelora_api.spec import Health, Optimizer, Training
+from kubelora_api.spec import Health
+from kubelora_api.training_spec import Optimizer, Training
 from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint, resume, save_checkpoint
 from kubelora_trainer.exporter import Exporter, TrainerMetrics

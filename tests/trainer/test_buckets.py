@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from kubelora_api import spec
+from kubelora_api import dataset_spec
 from kubelora_trainer.base_model import BaseModel
 from kubelora_trainer.buckets import Size, covering_size, nearest_size, training_sizes
 from kubelora_trainer.dataset import Dataset, open_dataset
@@ -29,13 +29,13 @@ SDXL_WIDER_THAN_HIGH = {
 SHAPES = ((100, 100), (200, 100), (210, 100), (100, 190), (128, 128), (64, 64), (300, 100))
 
 
-def _dataset(**buckets: object) -> spec.Dataset:
+def _dataset(**buckets: object) -> dataset_spec.Dataset:
     document: dict[str, Any] = {
         "uri": "x",
         "resolution": 64,
         "buckets": {"enabled": True, "step": 8, **buckets},
     }
-    return spec.Dataset.model_validate(document)
+    return dataset_spec.Dataset.model_validate(document)
 
 
 @pytest.fixture
@@ -49,7 +49,9 @@ def photos(tmp_path: Path) -> Path:
 
 
 def test_the_sizes_at_1024_are_of_sdxls_own_table() -> None:
-    sizes = training_sizes(spec.Dataset.model_validate({"uri": "x", "buckets": {"enabled": True}}))
+    sizes = training_sizes(
+        dataset_spec.Dataset.model_validate({"uri": "x", "buckets": {"enabled": True}})
+    )
     wide = {(size.width, size.height) for size in sizes if size.ratio > 1}
     assert wide <= SDXL_WIDER_THAN_HIGH
     assert {(2048, 512), (1344, 768), (1216, 832), (1152, 896), (1088, 960)} <= wide
@@ -61,7 +63,7 @@ def test_sizes_stay_within_area_and_edges() -> None:
     for size in training_sizes(_dataset(minEdge=48, maxEdge=88)):
         assert size.width * size.height <= 64 * 64
         assert all(48 <= edge <= 88 and edge % 8 == 0 for edge in (size.width, size.height))
-    assert training_sizes(spec.Dataset(uri="x", resolution=64)) == (Size(64, 64),)
+    assert training_sizes(dataset_spec.Dataset(uri="x", resolution=64)) == (Size(64, 64),)
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
@@ -158,7 +160,7 @@ def test_an_incomplete_micro_batch_counts_its_samples(demo: DemoPaths, photos: P
 
 def _flipping(photos: Path, flip: float, crop: str = "random") -> Dataset:
     document: dict[str, Any] = {"uri": "x", "resolution": 64, "flip": flip, "crop": crop}
-    return open_dataset(photos, spec.Dataset.model_validate(document))
+    return open_dataset(photos, dataset_spec.Dataset.model_validate(document))
 
 
 def test_the_share_of_mirrored_samples_is_the_set_one(photos: Path) -> None:

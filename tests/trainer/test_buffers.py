@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kubelora_api.spec import Adapter, Optimizer
+from kubelora_api.spec import Adapter
+from kubelora_api.training_spec import Optimizer
 from kubelora_trainer.adapter import AdapterModule, add_adapter
 from kubelora_trainer.base_model import load_unet
 from kubelora_trainer.buffers import AdapterBuffers, Factor

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from kubelora_api.spec import Captions
-from kubelora_api.spec import Dataset as Settings
+from kubelora_api.dataset_spec import Captions
+from kubelora_api.dataset_spec import Dataset as Settings
 from kubelora_trainer.caption_text import training_caption
 from kubelora_trainer.caption_tokens import caption_limits
 from kubelora_trainer.dataset import open_dataset

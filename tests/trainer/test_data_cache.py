@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from kubelora_api import spec
+from kubelora_api import dataset_spec
 from kubelora_trainer import latents, text
 from kubelora_trainer.base_model import BaseModel
 from kubelora_trainer.data_cache import open_cache
@@ -63,7 +63,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 def _open(photos: Path, **settings: object) -> Dataset:
     document: dict[str, Any] = {"uri": "x", "resolution": 64, **CENTERED, **settings}
-    return open_dataset(photos, spec.Dataset.model_validate(document))
+    return open_dataset(photos, dataset_spec.Dataset.model_validate(document))
 
 
 def _objective(base: BaseModel, data: Dataset, folder: Path, said: list[str]) -> SdxlObjective:

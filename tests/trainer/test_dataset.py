@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from kubelora_api import spec
+from kubelora_api import dataset_spec
 from kubelora_trainer.dataset import Dataset, View, open_dataset
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import ConfigurationError
@@ -34,13 +34,13 @@ def _view(data: Dataset) -> View:
 
 
 def _skipping(folder: Path) -> tuple[dict[str, str], PreflightReport]:
-    samples, report = preflight(folder, spec.Dataset(uri="x", resolution=64))
+    samples, report = preflight(folder, dataset_spec.Dataset(uri="x", resolution=64))
     refuse(report, "skip")
     return {sample.file: sample.caption for sample in samples}, report
 
 
 def test_the_demos_photographs_pass_with_their_captions(demo: DemoPaths) -> None:
-    data = open_dataset(demo.photos, spec.Dataset(uri="x", resolution=64))
+    data = open_dataset(demo.photos, dataset_spec.Dataset(uri="x", resolution=64))
     assert len(data) == data.report.used == data.report.found == 8
     assert data.report.skipped == ()
     captions = {sample.file: sample.caption for sample in data.samples}
@@ -97,7 +97,7 @@ def test_a_bad_image_ends_the_run_by_default_and_the_message_lists_the_first(
     for n in range(5):
         (tmp_path / f"bad{n}.jpg").touch()
     with pytest.raises(ConfigurationError) as caught:
-        open_dataset(tmp_path, spec.Dataset(uri="x", resolution=64))
+        open_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
     message = str(caught.value)
     assert "5 of 6 images" in message
     assert "bad0.jpg: it is empty (0 bytes)" in message
@@ -158,7 +158,7 @@ def test_small_images_are_upscaled_and_empty_captions_kept_and_both_are_noted(
         Remark("small.png", "empty caption", "", "trained on the empty caption"),
     )
     assert report.upscaled == 1
-    data = open_dataset(tmp_path, spec.Dataset(uri="x", resolution=64))
+    data = open_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
     assert data.image(_view(data)).pixels.shape == (3, 64, 64)
     assert data.image(_view(data)).sizes.original_size == (70, 40)
 
@@ -192,7 +192,7 @@ def test_the_report_is_written_as_it_is(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_after_preflight_is_an_error(tmp_path: Path) -> None:
     _image(tmp_path / "a.png")
-    data: Dataset = open_dataset(tmp_path, spec.Dataset(uri="x", resolution=64))
+    data: Dataset = open_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
     _image(tmp_path / "a.png", (90, 70))
     with pytest.raises(ConfigurationError, match="is another file now than in preflight"):
         data.image(_view(data))

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from kubelora_api.spec import Training
+from kubelora_api.training_spec import Training
 from kubelora_trainer.order import Plan, SampleOrder, plan_of
 
 

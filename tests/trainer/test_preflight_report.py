@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from kubelora_api import spec
+from kubelora_api import dataset_spec
 from kubelora_trainer.caption_tokens import caption_limits
 from kubelora_trainer.counting import counting
 from kubelora_trainer.dataset import open_dataset
@@ -24,7 +24,7 @@ def _image(path: Path, size: tuple[int, int] = (64, 64), grey: int = 90) -> Path
 
 def _report(folder: Path, **settings: object) -> PreflightReport:
     return preflight(
-        folder, spec.Dataset.model_validate({"uri": "x", "resolution": 64, **settings})
+        folder, dataset_spec.Dataset.model_validate({"uri": "x", "resolution": 64, **settings})
     )[1]
 
 
@@ -61,7 +61,9 @@ def test_exact_duplicates_are_kept_and_noted_or_left_out_and_never_fail_a_run(
     kept = _report(tmp_path)
     assert (kept.found, kept.used, kept.duplicates) == (3, 3, 1)
     assert Remark("b/copy.png", "exact duplicate", "same bytes as a.png", "kept") in kept.notes
-    settings = spec.Dataset(uri="x", resolution=64, on_duplicate="skip", on_bad_image="fail")
+    settings = dataset_spec.Dataset(
+        uri="x", resolution=64, on_duplicate="skip", on_bad_image="fail"
+    )
     data = open_dataset(tmp_path, settings)
     assert [sample.file for sample in data.samples] == ["a.png", "c.png"]
     assert (data.report.found, data.report.used, data.report.duplicates) == (3, 2, 1)
@@ -94,7 +96,7 @@ def test_a_caption_beyond_77_tokens_says_how_many_are_cut_for_which_encoder(
         _image(tmp_path / f"{name}.png", grey=words)
         last = " dog" * (words - 75) if words > 75 else ""
         (tmp_path / f"{name}.txt").write_text("cat " * 75 + last)
-    settings = spec.Dataset(uri="x", resolution=64)
+    settings = dataset_spec.Dataset(uri="x", resolution=64)
     _, report = preflight(tmp_path, settings, caption_limits(demo.model))
     assert report.cut_captions == 1
     (note,) = report.notes
@@ -138,7 +140,9 @@ def test_the_report_is_published_before_the_run_is_refused(tmp_path: Path) -> No
     (tmp_path / "a.jpg").touch()
     published: list[PreflightReport] = []
     with pytest.raises(ConfigurationError, match="No image"):
-        open_dataset(tmp_path, spec.Dataset(uri="x", resolution=64), publish=published.append)
+        open_dataset(
+            tmp_path, dataset_spec.Dataset(uri="x", resolution=64), publish=published.append
+        )
     assert [(report.found, report.used) for report in published] == [(1, 0)]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kubelora_api.spec import Schedule, Training
+from kubelora_api.training_spec import Schedule, Training
 from kubelora_trainer.schedule import learning_rate
 from kubelora_trainer.threads import cpu_quota, thread_count
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from kubelora_api import spec
-from kubelora_api.spec import Columns
+from kubelora_api import dataset_spec
+from kubelora_api.dataset_spec import Columns
 from kubelora_trainer.dataset import Dataset, open_dataset
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.diffusion import SdxlObjective
@@ -31,9 +31,9 @@ def _png(grey: int, size: tuple[int, int] = (64, 64)) -> bytes:
     return content.getvalue()
 
 
-def _settings(**settings: object) -> spec.Dataset:
+def _settings(**settings: object) -> dataset_spec.Dataset:
     document: dict[str, Any] = {"uri": "x", "resolution": 64, **settings}
-    return spec.Dataset.model_validate(document)
+    return dataset_spec.Dataset.model_validate(document)
 
 
 @pytest.fixture

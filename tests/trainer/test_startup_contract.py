@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kubelora_api.spec import Optimizer
+from kubelora_api.training_spec import Optimizer
 from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.optimizer import FlatAdamW

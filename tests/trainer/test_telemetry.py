@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kubelora_api.spec import Optimizer
+from kubelora_api.training_spec import Optimizer
 from kubelora_trainer.buffers import AdapterBuffers, Factor, GroupRange
 from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.precision import PrecisionPlan

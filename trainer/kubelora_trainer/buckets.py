@@ -8,7 +8,7 @@ is dropped and as little as possible is cropped.
 import math
 from dataclasses import dataclass
 
-from kubelora_api.spec import Dataset
+from kubelora_api.dataset_spec import Dataset
 
 
 @dataclass(frozen=True, order=True)

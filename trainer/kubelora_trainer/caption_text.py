@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kubelora_api.spec import Captions
+from kubelora_api.dataset_spec import Captions
 
 
 def prefixed(caption: str, settings: Captions) -> str:

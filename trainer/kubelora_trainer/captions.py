@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kubelora_api.spec import Columns
+from kubelora_api.dataset_spec import Columns
 from kubelora_trainer.errors import ConfigurationError
 
 METADATA = "metadata.jsonl"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kubelora_api import spec
+from kubelora_api import dataset_spec
 from kubelora_trainer.caption_text import prefixed, training_caption
 from kubelora_trainer.caption_tokens import CaptionLimit
 from kubelora_trainer.errors import ConfigurationError
@@ -41,7 +41,7 @@ class Dataset:
     """Usable samples of all sources, in the order of their names in each."""
 
     samples: tuple[Sample, ...]
-    settings: spec.Dataset
+    settings: dataset_spec.Dataset
     report: PreflightReport
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Dataset:
         sample = self.samples[draw.sample]
         return training_caption(sample.caption, self._captions_of(sample), draw.tags_seed)
 
-    def _captions_of(self, sample: Sample) -> spec.Captions:
+    def _captions_of(self, sample: Sample) -> dataset_spec.Captions:
         captions = self.settings.captions
         return captions if sample.use_prefix else captions.model_copy(update={"prefix": ""})
 
@@ -127,7 +127,7 @@ class Dataset:
 
 def open_dataset(
     folder: Path,
-    settings: spec.Dataset,
+    settings: dataset_spec.Dataset,
     *,
     limits: tuple[CaptionLimit, ...] = (),
     tick: Tick = lambda done, total: None,

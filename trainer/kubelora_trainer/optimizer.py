@@ -8,7 +8,7 @@ moves no weight and no moment, and the host need not wait to know.
 import torch
 from torch import Tensor
 
-from kubelora_api.spec import Optimizer as OptimizerSpec
+from kubelora_api.training_spec import Optimizer as OptimizerSpec
 from kubelora_trainer.buffers import AdapterBuffers
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from kubelora_api.spec import Training
+from kubelora_api.training_spec import Training
 
 Purpose = Literal["across", "down", "posterior", "noise", "timestep", "caption", "flip", "tags"]
 

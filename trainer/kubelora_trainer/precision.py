@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kubelora_api.spec import FloatType, Precision
+from kubelora_api.training_spec import Precision
+from kubelora_api.values import FloatType
 
 DTYPES: dict[FloatType, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NAMES: dict[torch.dtype, FloatType] = {dtype: name for name, dtype in DTYPES.items()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kubelora_api import spec
+from kubelora_api import dataset_spec
 from kubelora_trainer.buckets import Size, nearest_size, training_sizes, visible_share
 from kubelora_trainer.caption_text import prefixed
 from kubelora_trainer.caption_tokens import CaptionLimit, describe_cuts
@@ -74,7 +74,7 @@ class _Judge:
     """All that the judgement of one image needs to know."""
 
     source: SourceFolder
-    settings: spec.Dataset
+    settings: dataset_spec.Dataset
     sizes: tuple[Size, ...]
     listing: Listing
     limits: tuple[CaptionLimit, ...]
@@ -168,7 +168,7 @@ class _Judge:
 
 def preflight(
     folder: Path,
-    settings: spec.Dataset,
+    settings: dataset_spec.Dataset,
     limits: tuple[CaptionLimit, ...] = (),
     tick: Tick = lambda done, total: None,
     extra: Sequence[SourceFolder] = (),
@@ -201,7 +201,9 @@ def preflight(
     return samples, _report(folder, settings.resolution, judged, others)
 
 
-def _images_of(source: SourceFolder, settings: spec.Dataset) -> tuple[list[Path], Listing, int]:
+def _images_of(
+    source: SourceFolder, settings: dataset_spec.Dataset
+) -> tuple[list[Path], Listing, int]:
     """Images below a source's folder, what metadata says of them, and how many other files."""
     folder = source.folder
     where = "dataset.extraSources" if source.label else "dataset.uri"

@@ -5,7 +5,7 @@ No scheduler object, hence no state to save: a resumed run computes the same rat
 
 import math
 
-from kubelora_api.spec import Training
+from kubelora_api.training_spec import Training
 
 
 def learning_rate(training: Training, step: int, total_steps: int) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kubelora_api import spec
+from kubelora_api import dataset_spec
 from kubelora_trainer.places import resolve_input
 from kubelora_trainer.table_images import has_tables_alone, unpack_tables
 
@@ -26,14 +26,14 @@ class SourceFolder:
     use_prefix: bool = True
 
 
-def open_folder(uri: str, settings: spec.Dataset, mounts: Mapping[str, Path]) -> Path:
+def open_folder(uri: str, settings: dataset_spec.Dataset, mounts: Mapping[str, Path]) -> Path:
     """The place as a folder of images; tables are unpacked. Raises ConfigurationError."""
     place = resolve_input(uri, mounts)
     return unpack_tables(place, settings.columns) if has_tables_alone(place) else place
 
 
 def open_extra_sources(
-    settings: spec.Dataset, mounts: Mapping[str, Path]
+    settings: dataset_spec.Dataset, mounts: Mapping[str, Path]
 ) -> tuple[SourceFolder, ...]:
     """The dataset's extra sources, in their order. Raises ConfigurationError."""
     return tuple(

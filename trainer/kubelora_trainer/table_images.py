@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kubelora_api.spec import Columns
+from kubelora_api.dataset_spec import Columns
 from kubelora_trainer.captions import METADATA
 from kubelora_trainer.downloads import cache_directory
 from kubelora_trainer.errors import ConfigurationError

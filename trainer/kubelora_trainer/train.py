@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kubelora_api.spec import Training
+from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.optimizer import FlatAdamW, clip_coefficient
