@@ -16,6 +16,7 @@ from kubelora_api.spec import Health
 from kubelora_api.training_spec import Optimizer, Training
 from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint, resume, save_checkpoint
+from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.order import Plan
@@ -103,7 +104,8 @@ class Engine:
         self.buffers = AdapterBuffers(self.factors, precision)
         spec: Training = self.job.spec.training
         self.optimizer = FlatAdamW(self.buffers, Optimizer())
-        self.resumed = resume(self.folder, self.buffers, self.optimizer, self.warnings.append)
+        self.saved_parts: dict[str, CheckpointPart] = {"optimizer": self.optimizer}
+        self.resumed = resume(self.folder, self.buffers, self.saved_parts, self.warnings.append)
         self.position = self.resumed[0] if self.resumed else RunPosition()
         steps = spec.steps or 1
         self.plan = Plan(steps, steps * spec.gradient_accumulation, spec.gradient_accumulation)
@@ -139,7 +141,7 @@ class Engine:
             save_checkpoint(
                 self.folder,
                 self.buffers,
-                self.optimizer,
+                self.saved_parts,
                 self.reporter.position(position),
                 window,
                 keep=3,

@@ -1,15 +1,19 @@
 """Checkpoints: whole or absent, verified before use, exact to the bit."""
 
+import json
+import math
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kubelora_trainer.checkpoint import resume
 from kubelora_trainer.errors import ConfigurationError
 from tests.trainer.engine import Engine
 
@@ -72,9 +76,9 @@ def remove(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("masters.safetensors", truncate),
-        ("masters.safetensors", flip_a_bit),
-        ("second_moment.safetensors", remove),
+        ("adapter.safetensors", truncate),
+        ("adapter.safetensors", flip_a_bit),
+        ("optimizer.safetensors", remove),
         ("checkpoint.json", truncate),
         ("checkpoint.json", remove),
     ],
@@ -96,9 +100,60 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert torch.equal(again.buffers.masters, expected)
 
 
+def test_a_checkpoint_of_another_version_is_refused_and_not_set_aside(tmp_path: Path) -> None:
+    Engine(tmp_path).train(micro_steps=4)
+    saved = tmp_path / "checkpoints" / "step-000001.1"
+    manifest = json.loads((saved / "checkpoint.json").read_text())
+    for change, why in (
+        ({"format": 1}, "its format is 1, not 2"),
+        ({"parts": {"adapter": {}, "optimizer": {}, "average": {}}}, r"parts \(average\)"),
+    ):
+        (saved / "checkpoint.json").write_text(json.dumps(manifest | change))
+        with pytest.raises(ConfigurationError, match=f"another version of kubelora .*{why}"):
+            Engine(tmp_path)
+        assert saved.exists()
+
+
+class Scaler:
+    """A part of a checkpoint that is no tensor alone: what a loss scaler would keep."""
+
+    def __init__(self) -> None:
+        self.scale = torch.tensor(65536.0)
+        self.clean_steps = 0
+        self.largest = 0.0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"scale": self.scale}
+
+    def scalars(self) -> dict[str, Any]:
+        return {"clean_steps": self.clean_steps, "largest": self.largest}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], scalars: dict[str, Any]) -> None:
+        self.scale.copy_(tensors["scale"])
+        self.clean_steps, self.largest = scalars["clean_steps"], scalars["largest"]
+
+
+def test_a_part_of_ones_own_is_saved_and_taken_over_to_the_bit(tmp_path: Path) -> None:
+    engine, scaler = Engine(tmp_path), Scaler()
+    engine.saved_parts["scaler"] = scaler
+    scaler.scale.fill_(0.1)
+    scaler.clean_steps, scaler.largest = 7, math.inf
+    engine.train(micro_steps=2)
+    again = Scaler()
+    resumed = resume(
+        engine.folder,
+        engine.buffers,
+        {**engine.saved_parts, "scaler": again},
+        engine.warnings.append,
+    )
+    assert resumed is not None
+    assert torch.equal(again.scale, torch.tensor(0.1))
+    assert (again.clean_steps, again.largest) == (7, math.inf)
+
+
 def test_no_usable_checkpoint_means_a_fresh_start(tmp_path: Path) -> None:
     Engine(tmp_path).train(micro_steps=4)
-    truncate(tmp_path / "checkpoints" / "step-000001.1" / "gradient.safetensors")
+    truncate(tmp_path / "checkpoints" / "step-000001.1" / "adapter.safetensors")
     again = Engine(tmp_path)
     assert again.resumed is None
     assert again.position.step == 0

@@ -9,7 +9,7 @@ true shapes for the optimizer.
 Slots are ordered by group (``down.lora_A``), so that a group is one contiguous range.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from kubelora_api.schema import JsonObject
+from kubelora_trainer.checkpoint_part import check_like
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.precision import PrecisionPlan
 
@@ -135,6 +137,21 @@ class AdapterBuffers:
         """Copy the masters into the working copy, rounding to its type."""
         if self.working is not self.masters:
             self.working.copy_(self.masters)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a checkpoint needs: the masters, and the sum of the unfinished window."""
+        return {"masters": self.masters, "gradient": self.gradient}
+
+    def scalars(self) -> JsonObject:
+        """Nothing: all state is tensors."""
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
+        """Take over what ``tensors`` gave, and publish the masters."""
+        check_like(self.tensors(), tensors)
+        self.masters.copy_(tensors["masters"])
+        self.gradient.copy_(tensors["gradient"])
+        self.publish_masters()
 
     def assert_bound(self) -> None:
         """Check that every parameter and gradient still is the buffers' own memory.

@@ -1,19 +1,19 @@
 """Checkpoints: everything a run needs to go on as if it had never stopped.
 
-A checkpoint is a folder with one safetensors file per flat buffer and a manifest with their
-hashes, written aside and renamed. It may stand in the middle of an accumulation window, for it
-holds the accumulator too. There is no random state: every draw is a function of the seed and the
-micro-step. On resume the newest checkpoint whose hashes agree is taken.
+A checkpoint is a folder with one safetensors file per part (adapter, optimizer, ...) and a
+manifest with their hashes, written aside and renamed. It may stand in the middle of an accumulation
+window, for it holds the accumulator too. There is no random state: every draw is a function of the
+seed and the micro-step. On resume the newest checkpoint whose hashes agree is taken.
 """
 
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,16 +21,18 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kubelora_api.names import OutputPath
+from kubelora_api.schema import JsonObject
 from kubelora_trainer import health
 from kubelora_trainer.atomic_files import sync_folder, write_durably, writing_to
 from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.health import WatchState
-from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.output import OutputFolder
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _MANIFEST = "checkpoint.json"
+_ADAPTER = "adapter"
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,15 @@ class RunPosition:
 
 
 class CheckpointManifest(BaseModel):
-    """``checkpoint.json``. layout: name and shape of each factor, in the buffers' order."""
+    """``checkpoint.json``.
 
-    model_config = ConfigDict(frozen=True)
+    layout: name and shape of each factor, in the buffers' order. parts: what each part told beside
+    its tensors. files: sha256 by file name.
+    """
 
-    format: int = 1
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    format: Literal[2] = 2
     run_id: str
     attempt: int
     step: int
@@ -67,6 +73,7 @@ class CheckpointManifest(BaseModel):
     norm_range: tuple[float, float] | None
     watch: dict[str, Any]
     layout: list[tuple[str, tuple[int, ...]]]
+    parts: dict[str, JsonObject]
     files: dict[str, str]
 
 
@@ -82,13 +89,14 @@ class SavedCheckpoint:
 def save_checkpoint(
     folder: OutputFolder,
     buffers: AdapterBuffers,
-    optimizer: FlatAdamW,
+    parts: Mapping[str, CheckpointPart],
     position: RunPosition,
     window_micro_steps: int,
     keep: int,
 ) -> SavedCheckpoint:
     """Write a checkpoint and remove all but the newest ``keep``.
 
+    parts: by name, beside the adapter itself (``optimizer``, ...).
     window_micro_steps: micro-steps done in the unfinished window, 0 between windows.
     Raises ConfigurationError when the disk refuses or a newer attempt took over; the checkpoints
     before it are intact then.
@@ -102,9 +110,10 @@ def save_checkpoint(
             root.mkdir(exist_ok=True)
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
+            everything = {_ADAPTER: buffers, **parts}
             files = {
-                name: _write_tensor(aside / name, tensor)
-                for name, tensor in _tensors(buffers, optimizer).items()
+                f"{name}.safetensors": _write_part(aside / f"{name}.safetensors", part)
+                for name, part in everything.items()
             }
             manifest = CheckpointManifest(
                 run_id=folder.run_id,
@@ -117,6 +126,7 @@ def save_checkpoint(
                 norm_range=position.norm_range,
                 watch=health.to_json(position.watch),
                 layout=_layout(buffers),
+                parts={name: part.scalars() for name, part in everything.items()},
                 files=files,
             )
             write_durably(aside / _MANIFEST, manifest.model_dump_json(indent=1).encode())
@@ -133,16 +143,18 @@ def save_checkpoint(
 def resume(
     folder: OutputFolder,
     buffers: AdapterBuffers,
-    optimizer: FlatAdamW,
+    parts: Mapping[str, CheckpointPart],
     warn: Callable[[str], None],
 ) -> tuple[RunPosition, SavedCheckpoint] | None:
-    """Fill buffers and optimizer from the newest checkpoint that verifies; None where none is.
+    """Fill buffers and parts from the newest checkpoint that verifies; None where none is.
 
     A checkpoint that does not verify is named in a warning, set aside and not used.
+    Raises ConfigurationError for one that is whole, but made by another version or for another
+    adapter.
     """
     for found in reversed(list_checkpoints(folder.place(OutputPath.CHECKPOINTS))):
         try:
-            manifest, tensors = _read(found, folder.run_id, buffers, optimizer)
+            manifest, tensors = _read(found, folder.run_id, buffers, parts)
         except _Unusable as why:
             set_aside = found.path.with_name(f"{found.path.name}.corrupt")
             warn(f"checkpoint {found.path} is not usable: {why}; looking for an earlier one")
@@ -150,10 +162,11 @@ def resume(
                 shutil.rmtree(set_aside, ignore_errors=True)
                 found.path.rename(set_aside)
             continue
-        for name, target in _tensors(buffers, optimizer).items():
-            target.copy_(tensors[name])
-        buffers.publish_masters()
-        optimizer.set_steps_taken(manifest.step)
+        for name, part in {_ADAPTER: buffers, **parts}.items():
+            try:
+                part.load(tensors[name], manifest.parts[name])
+            except ValueError as error:
+                raise _of_another_version(found, f"its {name} does not fit: {error}") from None
         position = RunPosition(
             step=manifest.step,
             micro_step=manifest.micro_step,
@@ -184,14 +197,13 @@ class _Unusable(Exception):
 
 
 def _read(
-    found: SavedCheckpoint, run_id: str, buffers: AdapterBuffers, optimizer: FlatAdamW
-) -> tuple[CheckpointManifest, dict[str, Tensor]]:
-    try:
-        manifest = CheckpointManifest.model_validate_json((found.path / _MANIFEST).read_bytes())
-    except FileNotFoundError:
-        raise _Unusable(f"{_MANIFEST} is missing") from None
-    except (ValidationError, json.JSONDecodeError):
-        raise _Unusable(f"{_MANIFEST} is damaged") from None
+    found: SavedCheckpoint,
+    run_id: str,
+    buffers: AdapterBuffers,
+    parts: Mapping[str, CheckpointPart],
+) -> tuple[CheckpointManifest, dict[str, dict[str, Tensor]]]:
+    """The manifest, and each part's tensors by name, every file compared with its hash."""
+    manifest = _read_manifest(found)
     if manifest.run_id != run_id:
         raise _Unusable(f"it belongs to run {manifest.run_id}")
     if manifest.layout != _layout(buffers):
@@ -199,25 +211,50 @@ def _read(
             f"{found.path}: made for another adapter (other modules or ranks); the model or the "
             "installed diffusers changed since: choose another spec.output.uri"
         )
-    wanted = _tensors(buffers, optimizer)
-    return manifest, {n: _read_tensor(found.path / n, manifest, t) for n, t in wanted.items()}
+    wanted = {_ADAPTER, *parts}
+    if manifest.parts.keys() != wanted:
+        odd = ", ".join(sorted(manifest.parts.keys() ^ wanted))
+        raise _of_another_version(found, f"it and this run differ in their parts ({odd})")
+    return manifest, {n: _read_part(found.path / f"{n}.safetensors", manifest) for n in wanted}
 
 
-def _read_tensor(file: Path, manifest: CheckpointManifest, like: Tensor) -> Tensor:
+def _read_manifest(found: SavedCheckpoint) -> CheckpointManifest:
+    try:
+        document = json.loads((found.path / _MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise _Unusable(f"{_MANIFEST} is missing") from None
+    except ValueError:
+        raise _Unusable(f"{_MANIFEST} is damaged") from None
+    ours = CheckpointManifest.model_fields["format"].default
+    made_as = document.get("format") if isinstance(document, dict) else None
+    if isinstance(made_as, int) and made_as != ours:
+        raise _of_another_version(found, f"its format is {made_as}, not {ours}")
+    try:
+        return CheckpointManifest.model_validate(document)
+    except ValidationError:
+        raise _Unusable(f"{_MANIFEST} is damaged") from None
+
+
+def _of_another_version(found: SavedCheckpoint, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{found.path}: made by another version of kubelora or of its libraries ({why}); resume "
+        "with that version, or choose another spec.output.uri"
+    )
+
+
+def _read_part(file: Path, manifest: CheckpointManifest) -> dict[str, Tensor]:
     try:
         data = file.read_bytes()
     except OSError as error:
         raise _Unusable(f"{file.name} can't be read ({error.strerror})") from None
     if hashlib.sha256(data).hexdigest() != manifest.files.get(file.name):
         raise _Unusable(f"{file.name} is not what was written (its sha256 differs)")
-    tensor = load(data)["flat"]
-    if tensor.dtype != like.dtype or tensor.shape != like.shape:
-        raise _Unusable(f"{file.name} holds {tensor.dtype}, this run needs {like.dtype}")
-    return tensor
+    return load(data)
 
 
-def _write_tensor(file: Path, tensor: Tensor) -> str:
-    data = save({"flat": tensor.detach().cpu()})
+def _write_part(file: Path, part: CheckpointPart) -> str:
+    """Write a part's tensors; returns the file's sha256."""
+    data = save({n: t.detach().cpu().contiguous() for n, t in part.tensors().items()})
     write_durably(file, data)
     return hashlib.sha256(data).hexdigest()
 
@@ -231,15 +268,6 @@ def _put_in_place(aside: Path, target: Path) -> None:
     aside.rename(target)
     sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _tensors(buffers: AdapterBuffers, optimizer: FlatAdamW) -> dict[str, Tensor]:
-    return {
-        "masters.safetensors": buffers.masters,
-        "gradient.safetensors": buffers.gradient,
-        "first_moment.safetensors": optimizer.first_moment,
-        "second_moment.safetensors": optimizer.second_moment,
-    }
 
 
 def _layout(buffers: AdapterBuffers) -> list[tuple[str, tuple[int, ...]]]:

@@ -1,21 +1,55 @@
-"""AdamW over the masters, its moments in flat buffers, its guard against non-finite gradients.
+"""What the trainer asks of an optimizer, whichever it is, and how gradients are clipped for it.
 
-Moments are laid out like the masters, so that telemetry reads them and checkpoints save them as
-one tensor each. ``found_inf`` is judged on the device by the fused kernel: a non-finite gradient
-moves no weight and no moment, and the host need not wait to know.
+An optimizer works on per-factor views of the flat masters (true shapes, which Adafactor and 8-bit
+states need). A gradient that is not finite moves neither weight nor state.
 """
+
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kubelora_api.schema import JsonObject
 from kubelora_api.training_spec import Optimizer as OptimizerSpec
 from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.checkpoint_part import check_like
+
+
+class AdapterOptimizer(Protocol):
+    """Turns the finished gradient into updated masters. It is a `CheckpointPart` too."""
+
+    @property
+    def first_moment(self) -> Tensor | None:
+        """Momentum, flat like the masters; None where the optimizer keeps none in that form."""
+
+    @property
+    def second_moment(self) -> Tensor | None:
+        """Mean of squared gradients, flat like the masters; None where it is not kept so."""
+
+    def step(self, learning_rate: float, non_finite: Tensor) -> None:
+        """Update the masters and publish them.
+
+        non_finite: scalar on the device, 1.0 where the gradient must not be used; nothing moves
+        then.
+        """
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """State to save."""
+
+    def scalars(self) -> JsonObject:
+        """State that is not a tensor, as plain JSON."""
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
+        """Take over what was saved. Raises ValueError, before anything moved, if it can't fit."""
 
 
 class FlatAdamW:
     """torch.optim.AdamW (fused) on per-factor views of the flat masters.
 
-    first_moment, second_moment: flat, in the masters' type.
+    Moments are laid out like the masters, in their type, so that telemetry reads them and
+    checkpoints save them as one tensor each. ``found_inf`` is judged on the device by the fused
+    kernel, so the host need not wait to know.
     """
 
     def __init__(self, buffers: AdapterBuffers, spec: OptimizerSpec) -> None:
@@ -30,22 +64,20 @@ class FlatAdamW:
             weight_decay=spec.weight_decay,
             fused=True,
         )
-        self.set_steps_taken(0)
-
-    def set_steps_taken(self, steps: int) -> None:
-        """Bind the moments and set the bias-correction count (after a resume)."""
-        for slot, master in zip(self._buffers.slots, self._buffers.master_parameters, strict=True):
+        self._steps = [
+            torch.zeros((), device=buffers.masters.device) for _ in buffers.master_parameters
+        ]
+        for slot, master, steps in zip(
+            buffers.slots, buffers.master_parameters, self._steps, strict=True
+        ):
             self._adamw.state[master] = {
-                "step": torch.tensor(float(steps), device=master.device),
+                "step": steps,
                 "exp_avg": slot.of(self.first_moment),
                 "exp_avg_sq": slot.of(self.second_moment),
             }
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
-        """Update the masters and publish them.
-
-        non_finite: scalar on the device, 1.0 where the gradient must not be used.
-        """
+        """Update the masters and publish them; see `AdapterOptimizer`."""
         self._buffers.hand_to_optimizer()
         self._adamw.param_groups[0]["lr"] = learning_rate
         # Read by the fused kernel; grad_scale must exist beside it.
@@ -53,6 +85,26 @@ class FlatAdamW:
         self._adamw.found_inf = non_finite  # type: ignore[attr-defined]
         self._adamw.step()
         self._buffers.publish_masters()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Both moments, flat, and the count of steps that moved something (bias correction)."""
+        return {
+            "first_moment": self.first_moment,
+            "second_moment": self.second_moment,
+            "steps": self._steps[0],  # the kernel counts them all alike
+        }
+
+    def scalars(self) -> JsonObject:
+        """Nothing: all state is tensors."""
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
+        """Take over what ``tensors`` gave."""
+        check_like(self.tensors(), tensors)
+        self.first_moment.copy_(tensors["first_moment"])
+        self.second_moment.copy_(tensors["second_moment"])
+        for steps in self._steps:
+            steps.copy_(tensors["steps"])
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:

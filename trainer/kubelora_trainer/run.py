@@ -5,7 +5,7 @@ every way to end leaves a manifest, a report and a sentence.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -18,6 +18,7 @@ from kubelora_api.status import Artifact
 from kubelora_trainer.adapter import AdapterModule, trained_layers
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition, resume, save_checkpoint
+from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.counting import counting
 from kubelora_trainer.ending import conclude
 from kubelora_trainer.errors import ConfigurationError, Interrupted, RunEnded
@@ -26,7 +27,7 @@ from kubelora_trainer.export import Title, dtype_that_holds, export_diffusers, e
 from kubelora_trainer.export_gate import verify_export
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.material import Material, open_material
-from kubelora_trainer.optimizer import FlatAdamW
+from kubelora_trainer.optimizer import AdapterOptimizer, FlatAdamW
 from kubelora_trainer.order import plan_of
 from kubelora_trainer.output import (
     Manifest,
@@ -98,7 +99,8 @@ def _train_and_export(
     buffers = AdapterBuffers(material.factors, precision)
     optimizer = FlatAdamW(buffers, spec.training.optimizer)
     plan = plan_of(spec.training, material.objective.order)
-    position = _begin(run, folder, buffers, optimizer)
+    saved_parts: dict[str, CheckpointPart] = {"optimizer": optimizer}
+    position = _begin(run, folder, buffers, optimizer, saved_parts)
     metrics.plan_steps(position.step, plan.optimizer_steps)
     exporter.report = exporter.report.model_copy(
         update={"phase": "Training", "step": position.step, "total_steps": plan.optimizer_steps}
@@ -132,7 +134,7 @@ def _train_and_export(
             saved = save_checkpoint(
                 folder,
                 buffers,
-                optimizer,
+                saved_parts,
                 reporter.position(reached),
                 reached.micro_step - plan.window(reached.step).start,
                 spec.checkpoint.keep,
@@ -181,10 +183,14 @@ def _train_and_export(
 
 
 def _begin(
-    run: Run, folder: OutputFolder, buffers: AdapterBuffers, optimizer: FlatAdamW
+    run: Run,
+    folder: OutputFolder,
+    buffers: AdapterBuffers,
+    optimizer: AdapterOptimizer,
+    saved_parts: Mapping[str, CheckpointPart],
 ) -> RunPosition:
     """Resume or start afresh; check and print the start-up contract."""
-    resumed = resume(folder, buffers, optimizer, run.warn)
+    resumed = resume(folder, buffers, saved_parts, run.warn)
     run.say(f"contract: {check_dtypes(buffers, optimizer)}")
     run.say(f"memory of the adapter: {describe_memory(buffers.plan, buffers.numel)}")
     for sentence in lossy_warnings(buffers.plan):

@@ -12,20 +12,21 @@ from torch import Tensor
 
 from kubelora_trainer.buffers import AdapterBuffers, Slot
 from kubelora_trainer.errors import NumericalError
-from kubelora_trainer.optimizer import FlatAdamW
+from kubelora_trainer.optimizer import AdapterOptimizer
 from kubelora_trainer.precision import NAMES
 from kubelora_trainer.telemetry import StepNumbers
 
 
-def check_dtypes(buffers: AdapterBuffers, optimizer: FlatAdamW) -> str:
+def check_dtypes(buffers: AdapterBuffers, optimizer: AdapterOptimizer) -> str:
     """Compare the types in use with the plan; returns the line to print."""
     plan = buffers.plan
     found: dict[str, tuple[torch.dtype | None, torch.dtype]] = {
         "working copy": (buffers.slots[0].factor.parameter.dtype, plan.compute),
         "gradients": (_gradient_dtype(buffers.slots[0]), plan.accumulator),
         "master weights": (buffers.master_parameters[0].dtype, plan.masters),
-        "optimizer state": (optimizer.first_moment.dtype, plan.masters),
     }
+    if optimizer.first_moment is not None:
+        found["optimizer state"] = (optimizer.first_moment.dtype, plan.masters)
     for what, (dtype, planned) in found.items():
         if dtype != planned:
             raise NumericalError(f"the {what} are {dtype}, but {planned} was asked for")

@@ -72,12 +72,17 @@ class StepFacts:
 
 
 class GradientTelemetry:
-    """Measures the buffers at the points of a step where each number exists."""
+    """Measures the buffers at the points of a step where each number exists.
 
-    def __init__(self, buffers: AdapterBuffers, first_moment: Tensor) -> None:
+    first_moment: the optimizer's, flat. None where it keeps none: an element was then meant to
+    move where its gradient is not zero.
+    """
+
+    def __init__(self, buffers: AdapterBuffers, first_moment: Tensor | None) -> None:
         self._buffers = buffers
+        meant_to_move = buffers.optimizer_gradient if first_moment is None else first_moment
         self.absorption = AbsorptionProbe(buffers.gradient, buffers.groups)
-        self.updates = UpdateProbe(buffers.masters, first_moment, buffers.groups)
+        self.updates = UpdateProbe(buffers.masters, meant_to_move, buffers.groups)
         self._gradient_views = [slot.of(buffers.gradient) for slot in buffers.slots]
         self._norms: Tensor = torch.zeros(0)
         self._absmax: Tensor = torch.zeros(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition
-from kubelora_trainer.optimizer import FlatAdamW, clip_coefficient
+from kubelora_trainer.optimizer import AdapterOptimizer, clip_coefficient
 from kubelora_trainer.order import Plan
 from kubelora_trainer.reporting import PolicyFailure, Reporter
 from kubelora_trainer.schedule import learning_rate
@@ -45,7 +45,7 @@ class Parts:
     plan: Plan
     objective: Callable[[int], MicroBatch]
     buffers: AdapterBuffers
-    optimizer: FlatAdamW
+    optimizer: AdapterOptimizer
     telemetry: GradientTelemetry
     reporter: Reporter
 
