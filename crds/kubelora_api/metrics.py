@@ -63,6 +63,72 @@ UPDATE_LOST_RATIO: Final = Metric(
     "is not zero.",
     ("group",),
 )
+ACCUMULATION_ERROR_RATIO: Final = Metric(
+    "kubelora_accumulation_error_ratio",
+    "gauge",
+    "Error of the last window's sum in the accumulator's dtype, relative to the same sum in fp32. "
+    "NaN for an fp32 accumulator.",
+    ("group",),
+)
+UPDATE_SCALE: Final = Metric(
+    "kubelora_update_scale",
+    "gauge",
+    "Root mean square of the last step's parameter changes, divided by the learning rate.",
+    ("group",),
+)
+OPTIMIZER_STUCK_RATIO: Final = Metric(
+    "kubelora_optimizer_stuck_ratio",
+    "gauge",
+    "Share of the second moments that kept their value in the last step although the squared "
+    "gradient is another. NaN for an optimizer without them.",
+    ("group",),
+)
+ADAM_EPS_DAMPING_RATIO: Final = Metric(
+    "kubelora_adam_eps_damping_ratio",
+    "gauge",
+    "Mean of sqrt(v) / (sqrt(v) + eps) over the bias-corrected second moments that are not 0: 1 is "
+    "undamped. NaN for an optimizer without them.",
+    ("group",),
+)
+LORA_BALANCE: Final = Metric(
+    "kubelora_lora_balance",
+    "gauge",
+    "How far the gradients of lora_A and lora_B contradict each other, pooled over a block's "
+    "pairs: 0 where the chain rule holds. Shown for both factors of the block.",
+    ("group",),
+)
+CLIPPED_NORM: Final = Metric(
+    "kubelora_clipped_grad_norm",
+    "gauge",
+    "L2 norm of the gradient that the optimizer got in the last step, after clipping.",
+)
+BACKWARD_PASSES: Final = Metric(
+    "kubelora_backward_passes",
+    "gauge",
+    "Backward passes that reached the accumulator in the last window. Fewer than "
+    "kubelora_micro_steps: losses were summed before they were differentiated.",
+)
+MICRO_STEPS: Final = Metric(
+    "kubelora_micro_steps", "gauge", "Micro-batches of the last accumulation window."
+)
+DEAD_MODULES: Final = Metric(
+    "kubelora_dead_modules",
+    "gauge",
+    "Adapter modules of which a factor's gradient has been exactly zero for 10 steps in a row.",
+)
+RANK_DIVERGENCE: Final = Metric(
+    "kubelora_rank_divergence",
+    "gauge",
+    "Largest minus smallest parameter checksum over the ranks. NaN for a single rank.",
+)
+HOST_MEMORY_PEAK: Final = Metric(
+    "kubelora_host_memory_peak_bytes", "gauge", "Most resident memory of the process so far."
+)
+DEVICE_MEMORY_PEAK: Final = Metric(
+    "kubelora_device_memory_peak_bytes",
+    "gauge",
+    "Most memory of the accelerator allocated by tensors so far. NaN on a CPU.",
+)
 LEARNING_RATE: Final = Metric(
     "kubelora_learning_rate", "gauge", "Learning rate of the last optimizer step."
 )
@@ -99,6 +165,18 @@ TRAINER_METRICS: Final = (
     GRAD_UNDERFLOW_RATIO,
     ABSORBED_RATIO,
     UPDATE_LOST_RATIO,
+    ACCUMULATION_ERROR_RATIO,
+    UPDATE_SCALE,
+    OPTIMIZER_STUCK_RATIO,
+    ADAM_EPS_DAMPING_RATIO,
+    LORA_BALANCE,
+    CLIPPED_NORM,
+    BACKWARD_PASSES,
+    MICRO_STEPS,
+    DEAD_MODULES,
+    RANK_DIVERGENCE,
+    HOST_MEMORY_PEAK,
+    DEVICE_MEMORY_PEAK,
     LEARNING_RATE,
     LOSS,
     STEP,

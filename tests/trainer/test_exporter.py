@@ -19,11 +19,26 @@ from kubelora_api.report import RunReport
 from kubelora_trainer.exporter import PROMETHEUS_HEADER, Exporter, TrainerMetrics
 from kubelora_trainer.health import WatchState
 from kubelora_trainer.precision import PrecisionPlan
-from kubelora_trainer.telemetry import GroupNumbers, StepNumbers
+from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 
 REPORT = RunReport(run_id="abc", attempt=2, phase="Training", step=3, total_steps=9)
-GROUP = GroupNumbers(1.5, 0.5, 0.25, 2, 0.125, 0.0625, math.nan)
-NUMBERS = StepNumbers(3, 1e-4, 0.75, 8, 1.5, {"down.lora_A": GROUP}, [1.5], [0.5])
+GROUP = GroupNumbers(
+    *(1.5, 0.5, 0.25, 2, 0.125, 0.0625, math.nan),
+    accumulation_error_ratio=0.004,
+    update_scale=0.3,
+    optimizer_stuck_ratio=0.01,
+    adam_eps_damping_ratio=0.9,
+    lora_balance=0.002,
+)
+NUMBERS = StepNumbers(
+    *(3, 1e-4, 0.75, 8, 1.5, {"down.lora_A": GROUP}, [1.5], [0.5]),
+    clipped_norm=1.0,
+    backward_passes=7.0,
+    micro_steps=8,
+    dead_modules=5,
+    rank_divergence=0.0,
+    host_memory_peak=2.0**30,
+)
 
 
 class Clock:
@@ -90,6 +105,26 @@ def test_every_metric_of_the_contract_is_served_with_its_labels(exporter: Export
         "accumulator": "fp32",
         "master_weights": "fp32",
     }
+
+
+def test_each_measurement_is_told_under_its_own_name(exporter: Exporter) -> None:
+    lines = get(exporter, "/metrics")[1].splitlines()
+    for line in (
+        'kubelora_accumulation_error_ratio{group="down.lora_A"} 0.004',
+        'kubelora_update_scale{group="down.lora_A"} 0.3',
+        'kubelora_optimizer_stuck_ratio{group="down.lora_A"} 0.01',
+        'kubelora_adam_eps_damping_ratio{group="down.lora_A"} 0.9',
+        'kubelora_lora_balance{group="down.lora_A"} 0.002',
+        "kubelora_clipped_grad_norm 1.0",
+        "kubelora_backward_passes 7.0",
+        "kubelora_micro_steps 8.0",
+        "kubelora_dead_modules 5.0",
+        "kubelora_rank_divergence 0.0",
+        "kubelora_host_memory_peak_bytes 1.073741824e+09",
+        "kubelora_device_memory_peak_bytes NaN",
+        "kubelora_learning_rate 0.0001",
+    ):
+        assert line in lines
 
 
 def test_a_finding_reads_one_while_it_lasts_and_zero_otherwise(exporter: Exporter) -> None:

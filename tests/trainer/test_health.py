@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kubelora_trainer.health import WatchState, from_json, observe, to_json
-from kubelora_trainer.telemetry import GroupNumbers, StepNumbers
+from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 
 WELL = GroupNumbers(
     grad_norm=1.0,

@@ -18,7 +18,7 @@ from kubelora_trainer.startup_contract import (
     check_finite,
     check_fresh_adapter,
 )
-from kubelora_trainer.telemetry import GroupNumbers, StepNumbers
+from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 from tests.trainer.engine import DEFAULT, Engine, Loss, tiny_factors
 
 

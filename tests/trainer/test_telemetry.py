@@ -11,7 +11,8 @@ from kubelora_trainer.buffers import AdapterBuffers, Factor, GroupRange
 from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.precision import PrecisionPlan
 from kubelora_trainer.probes import AbsorptionProbe, UpdateProbe, absorbed_ratio, sampled_views
-from kubelora_trainer.telemetry import GradientTelemetry, StepFacts, StepNumbers
+from kubelora_trainer.step_numbers import StepNumbers
+from kubelora_trainer.telemetry import GradientTelemetry, StepFacts
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DEFAULT = PrecisionPlan(BF16, FP32, FP32)

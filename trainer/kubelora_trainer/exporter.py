@@ -8,7 +8,7 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -22,7 +22,12 @@ from kubelora_api.report import RunReport
 from kubelora_api.thresholds import THRESHOLDS
 from kubelora_trainer.health import WatchState
 from kubelora_trainer.precision import NAMES, PrecisionPlan
-from kubelora_trainer.telemetry import StepNumbers
+from kubelora_trainer.step_numbers import (
+    GROUP_FIELDS,
+    STEP_FIELDS,
+    GroupNumbers,
+    StepNumbers,
+)
 
 PROMETHEUS_HEADER = "X-Prometheus-Scrape-Timeout-Seconds"
 LAST_SCRAPE_MAX_SECONDS = 60.0
@@ -65,20 +70,16 @@ class TrainerMetrics:
     def publish(self, numbers: StepNumbers, watch: WatchState, seconds: float) -> None:
         """Show one optimizer step. seconds: its wall time."""
         dtype = NAMES[self._plan.narrowest]
-        for group, n in numbers.groups.items():
-            self._set(metrics.GRAD_NORM, n.grad_norm, group=group)
-            self._set(metrics.GRAD_ABSMAX, n.grad_absmax, group=group)
-            self._set(metrics.GRAD_ZERO_RATIO, n.grad_zero_ratio, group=group)
-            self._set(
-                metrics.GRAD_UNDERFLOW_RATIO, n.grad_underflow_ratio, group=group, dtype=dtype
-            )
-            self._set(metrics.ABSORBED_RATIO, n.absorbed_ratio, group=group)
-            self._set(metrics.UPDATE_LOST_RATIO, n.update_lost_ratio, group=group)
-            nonfinite = self._counters[metrics.GRAD_NONFINITE.name]
-            nonfinite.labels(group=group).inc(n.grad_nonfinite)
-        self._set(metrics.LEARNING_RATE, numbers.learning_rate)
-        self._set(metrics.LOSS, numbers.loss)
-        self._set(metrics.STEP, numbers.step)
+        for group, of_group in numbers.groups.items():
+            for metric, value in _shown(of_group, GROUP_FIELDS):
+                if metric.type == "counter":
+                    self._counters[metric.name].labels(group=group).inc(value)
+                elif "dtype" in metric.labels:
+                    self._set(metric, value, group=group, dtype=dtype)
+                else:
+                    self._set(metric, value, group=group)
+        for metric, value in _shown(numbers, STEP_FIELDS):
+            self._set(metric, value)
         self._set(metrics.STEP_DURATION, seconds)
         for threshold in THRESHOLDS:
             self._set(
@@ -96,6 +97,14 @@ class TrainerMetrics:
     def _set(self, metric: Metric, value: float, **labels: str) -> None:
         gauge = self._gauges[metric.name]
         (gauge.labels(**labels) if labels else gauge).set(value)
+
+
+def _shown(
+    numbers: GroupNumbers | StepNumbers, fields: Mapping[str, str]
+) -> Iterator[tuple[Metric, float]]:
+    for metric in metrics.TRAINER_METRICS:
+        if field := fields.get(metric.name):
+            yield metric, getattr(numbers, field)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from kubelora_api import metrics
 from kubelora_api.status import Finding, HealthStatus, Verdict
 from kubelora_api.thresholds import THRESHOLDS, Threshold
-from kubelora_trainer.telemetry import GroupNumbers, StepNumbers
+from kubelora_trainer.step_numbers import GROUP_FIELDS, GroupNumbers, StepNumbers
 
 MAX_FINDINGS = 10
 
@@ -87,15 +86,7 @@ def _observe_one(state: WatchState, threshold: Threshold, numbers: StepNumbers) 
 
 
 def _value(threshold: Threshold, numbers: GroupNumbers) -> float:
-    return {
-        metrics.GRAD_NORM.name: numbers.grad_norm,
-        metrics.GRAD_ABSMAX.name: numbers.grad_absmax,
-        metrics.GRAD_ZERO_RATIO.name: numbers.grad_zero_ratio,
-        metrics.GRAD_NONFINITE.name: float(numbers.grad_nonfinite),
-        metrics.GRAD_UNDERFLOW_RATIO.name: numbers.grad_underflow_ratio,
-        metrics.ABSORBED_RATIO.name: numbers.absorbed_ratio,
-        metrics.UPDATE_LOST_RATIO.name: numbers.update_lost_ratio,
-    }[threshold.metric.name]
+    return float(getattr(numbers, GROUP_FIELDS[threshold.metric.name]))
 
 
 def _beyond(threshold: Threshold, value: float) -> bool:

@@ -13,7 +13,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from kubelora_trainer.telemetry import StepNumbers
+from kubelora_trainer.step_numbers import StepNumbers
 
 
 class ProgressView(Protocol):

@@ -22,7 +22,8 @@ from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.progress import ProgressView
 from kubelora_trainer.run_log import RunLog
 from kubelora_trainer.startup_contract import FirstGradients, check_finite
-from kubelora_trainer.telemetry import PendingNumbers, StepNumbers
+from kubelora_trainer.step_numbers import StepNumbers
+from kubelora_trainer.telemetry import PendingNumbers
 
 WORST_MODULES = 10
 UNSETTLED_STEPS = 3

@@ -24,7 +24,7 @@ from kubelora_api.names import OutputPath
 from kubelora_trainer.atomic_files import sync_folder, writing_to
 from kubelora_trainer.buffers import Slot
 from kubelora_trainer.output import RUN_LOG_PARTS, OutputFolder
-from kubelora_trainer.telemetry import StepNumbers
+from kubelora_trainer.step_numbers import StepNumbers
 
 _PART = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 

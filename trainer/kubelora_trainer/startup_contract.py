@@ -14,7 +14,7 @@ from kubelora_trainer.buffers import AdapterBuffers, Slot
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.optimizer import AdapterOptimizer
 from kubelora_trainer.precision import NAMES
-from kubelora_trainer.telemetry import StepNumbers
+from kubelora_trainer.step_numbers import StepNumbers
 
 
 def check_dtypes(buffers: AdapterBuffers, optimizer: AdapterOptimizer) -> str:

@@ -6,7 +6,7 @@ Group numbers become metrics; factor numbers go to the run's log alone.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,48 +14,10 @@ from torch import Tensor
 
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.probes import AbsorptionProbe, UpdateProbe
+from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 
 CHUNK_ELEMENTS = 1 << 22
 """Elements looked at together: 16 MiB of temporaries in fp32, whatever the adapter's size."""
-
-
-@dataclass(frozen=True)
-class GroupNumbers:
-    """One group's numbers of one optimizer step, of the gradient before clipping. Ratios 0 to 1.
-
-    update_lost_ratio: NaN where the step was not meant to move anything.
-    """
-
-    grad_norm: float
-    grad_absmax: float
-    grad_zero_ratio: float
-    grad_nonfinite: int
-    grad_underflow_ratio: float
-    absorbed_ratio: float
-    update_lost_ratio: float
-
-
-@dataclass(frozen=True)
-class StepNumbers:
-    """All numbers of one optimizer step.
-
-    step: optimizer steps done, this one included. loss: mean over the window's samples.
-    factor_norms, factor_absmax: in slot order.
-    """
-
-    step: int
-    learning_rate: float
-    loss: float
-    samples: int
-    grad_norm: float
-    groups: Mapping[str, GroupNumbers]
-    factor_norms: Sequence[float]
-    factor_absmax: Sequence[float]
-
-    @property
-    def nonfinite(self) -> int:
-        """Gradient elements that were NaN or infinite."""
-        return sum(g.grad_nonfinite for g in self.groups.values())
 
 
 @dataclass(frozen=True)

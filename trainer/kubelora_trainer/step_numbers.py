@@ -1,0 +1,105 @@
+"""What is known of one optimizer step, as plain numbers: the telemetry's result.
+
+Apart from how they are measured, so that watchdog, exporter and run log need no tensor to read
+them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kubelora_api import metrics
+
+
+@dataclass(frozen=True)
+class GroupNumbers:
+    """One group's numbers of one optimizer step, of the gradient before clipping. Ratios 0 to 1.
+
+    NaN stands for what was not measured, or could not be judged in this step.
+
+    update_lost_ratio: NaN where the step was not meant to move anything.
+    accumulation_error_ratio: NaN for an fp32 accumulator. update_scale: rms(change) / rate, NaN at
+    rate 0. optimizer_stuck_ratio, adam_eps_damping_ratio: NaN without second moments.
+    lora_balance: of the block's pairs of factors, the same number for both its groups; NaN while
+    all products are 0.
+    """
+
+    grad_norm: float
+    grad_absmax: float
+    grad_zero_ratio: float
+    grad_nonfinite: int
+    grad_underflow_ratio: float
+    absorbed_ratio: float
+    update_lost_ratio: float
+    accumulation_error_ratio: float = math.nan
+    update_scale: float = math.nan
+    optimizer_stuck_ratio: float = math.nan
+    adam_eps_damping_ratio: float = math.nan
+    lora_balance: float = math.nan
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """All numbers of one optimizer step.
+
+    step: optimizer steps done, this one included. loss: mean over the window's samples.
+    factor_norms, factor_absmax: in slot order.
+    clipped_norm: what the optimizer got; min(grad_norm, maxGradNorm) where clipping is right.
+    backward_passes: of the window, NaN where it was resumed in its middle; micro_steps where each
+    micro-batch was differentiated alone.
+    dead_modules: modules of which a factor's gradient was exactly zero in the last 10 steps.
+    rank_divergence: NaN for a single rank. host_memory_peak, device_memory_peak: bytes.
+    """
+
+    step: int
+    learning_rate: float
+    loss: float
+    samples: int
+    grad_norm: float
+    groups: Mapping[str, GroupNumbers]
+    factor_norms: Sequence[float]
+    factor_absmax: Sequence[float]
+    clipped_norm: float = math.nan
+    backward_passes: float = math.nan
+    micro_steps: int = 0
+    dead_modules: int = 0
+    rank_divergence: float = math.nan
+    host_memory_peak: float = math.nan
+    device_memory_peak: float = math.nan
+
+    @property
+    def nonfinite(self) -> int:
+        """Gradient elements that were NaN or infinite."""
+        return sum(g.grad_nonfinite for g in self.groups.values())
+
+
+GROUP_FIELDS: Final[Mapping[str, str]] = {
+    metrics.GRAD_NORM.name: "grad_norm",
+    metrics.GRAD_ABSMAX.name: "grad_absmax",
+    metrics.GRAD_ZERO_RATIO.name: "grad_zero_ratio",
+    metrics.GRAD_NONFINITE.name: "grad_nonfinite",
+    metrics.GRAD_UNDERFLOW_RATIO.name: "grad_underflow_ratio",
+    metrics.ABSORBED_RATIO.name: "absorbed_ratio",
+    metrics.UPDATE_LOST_RATIO.name: "update_lost_ratio",
+    metrics.ACCUMULATION_ERROR_RATIO.name: "accumulation_error_ratio",
+    metrics.UPDATE_SCALE.name: "update_scale",
+    metrics.OPTIMIZER_STUCK_RATIO.name: "optimizer_stuck_ratio",
+    metrics.ADAM_EPS_DAMPING_RATIO.name: "adam_eps_damping_ratio",
+    metrics.LORA_BALANCE.name: "lora_balance",
+}
+"""Field of ``GroupNumbers`` behind each metric that has a group."""
+
+STEP_FIELDS: Final[Mapping[str, str]] = {
+    metrics.LEARNING_RATE.name: "learning_rate",
+    metrics.LOSS.name: "loss",
+    metrics.STEP.name: "step",
+    metrics.CLIPPED_NORM.name: "clipped_norm",
+    metrics.BACKWARD_PASSES.name: "backward_passes",
+    metrics.MICRO_STEPS.name: "micro_steps",
+    metrics.DEAD_MODULES.name: "dead_modules",
+    metrics.RANK_DIVERGENCE.name: "rank_divergence",
+    metrics.HOST_MEMORY_PEAK.name: "host_memory_peak",
+    metrics.DEVICE_MEMORY_PEAK.name: "device_memory_peak",
+}
+"""Field of ``StepNumbers`` behind each metric of the whole step."""
