@@ -166,6 +166,12 @@ class Dataset(ApiModel):
         "#ffffff",
         description="Colour that transparent pixels are laid on, as #rrggbb. Default #ffffff.",
     )
+    alpha: Literal["background", "mask"] = Field(
+        "background",
+        description="What transparency means: background (default) lays the image on that colour "
+        "and trains on all of it; mask does so too, and each part of the image counts in the loss "
+        "by its opacity, transparent parts not at all.",
+    )
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="!has(self.buckets) || ((!has(self.buckets.minEdge) || self.buckets.minEdge <= "

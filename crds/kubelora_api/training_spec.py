@@ -61,6 +61,18 @@ class Training(ApiModel):
     max_grad_norm: Annotated[float, Field(ge=0, le=1e6)] = Field(
         1.0, description="Gradients are clipped to this norm; 0 turns clipping off. Default 1."
     )
+    min_snr_gamma: Annotated[float, Field(gt=0, le=1000)] | None = Field(
+        None,
+        description="Min-SNR weighting: a sample's loss is weighted as if its signal-to-noise "
+        "ratio were at most this, for epsilon and for v (Hang et al. 2023 use 5). Above 0, up to "
+        "1000. Default: no weighting.",
+    )
+    noise_offset: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0,
+        description="Offset noise: standard deviation of what is added to all of a noise channel, "
+        "so that very dark and very bright images are learned. Default 0; 0.05 to 0.1 is usual. "
+        "Up to 1.",
+    )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: slower, less memory."
     )

@@ -82,6 +82,9 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("steps 0", "spec/training/steps", 0, "spec.training.steps"),
     Wrong("fractional steps", "spec/training/steps", 10.5, "spec.training.steps"),
     Wrong("learning rate 0", "spec/training/learningRate", 0, "spec.training.learningRate"),
+    Wrong("a gamma of 0", "spec/training/minSnrGamma", 0, "spec.training.minSnrGamma"),
+    Wrong("an offset above 1", "spec/training/noiseOffset", 1.5, "spec.training.noiseOffset"),
+    Wrong("alpha as a colour", "spec/dataset/alpha", "#ffffff", "spec.dataset.alpha"),
     Wrong("batch size 0", "spec/training/batchSize", 0, "spec.training.batchSize"),
     Wrong(
         "accumulation 0",
@@ -326,6 +329,11 @@ RIGHT: dict[str, Document] = {
             "maxAspectRatio": 2.5,
             "background": "#8080FF",
         },
+    ),
+    "weighted losses": changed(
+        "spec/training/minSnrGamma",
+        5,
+        changed("spec/training/noiseOffset", 0.05, changed("spec/dataset/alpha", "mask")),
     ),
     "on a CPU": changed("spec/workers", {"gpusPerNode": 0}),
     "a null is an absent field": changed("spec/adapter/alpha", None),

@@ -22,10 +22,12 @@ from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 from tests.trainer.engine import DEFAULT, Engine, Loss, tiny_factors
 
 
-def numbers(norms: list[float], rate: float = 1e-3, nonfinite: int = 0) -> StepNumbers:
+def numbers(
+    norms: list[float], rate: float = 1e-3, nonfinite: int = 0, loss: float = 1.0
+) -> StepNumbers:
     group = GroupNumbers(1.0, 1.0, 0.0, nonfinite, 0.0, 0.0, 0.0)
     total = sum(n * n for n in norms) ** 0.5
-    return StepNumbers(7, rate, 1.0, 1, total, {"down.lora_A": group}, norms, norms)
+    return StepNumbers(7, rate, loss, 1, total, {"down.lora_A": group}, norms, norms)
 
 
 def buffers_of(factors: list[Factor]) -> AdapterBuffers:
@@ -93,6 +95,14 @@ def test_lora_a_must_have_a_gradient_in_the_second() -> None:
     broken.observe(numbers([0.0, 1.0, 0.0, 1.0]))
     with pytest.raises(NumericalError, match=r"down_blocks\.0\.to_q: the gradient of lora_A"):
         broken.observe(numbers([0.0, 1.0, 1.0, 1.0]))
+
+
+def test_a_window_whose_every_weight_is_0_is_not_judged() -> None:
+    slots = buffers_of(tiny_factors()).slots
+    first = FirstGradients(slots, moved_before=0)
+    first.observe(numbers([0.0, 0.0, 0.0, 0.0], loss=0.0))
+    with pytest.raises(NumericalError, match="gradient of lora_B"):
+        first.observe(numbers([0.0, 0.0, 0.0, 0.0]))
 
 
 def test_a_resumed_run_counts_the_steps_before() -> None:

@@ -22,25 +22,41 @@ _TEXT_PACKAGES = ("torch", "transformers")
 
 
 @dataclass(frozen=True)
+class Latent:
+    """What is kept of a view.
+
+    moments: mean and log variance of the VAE's posterior, one above the other, (2 channels, h, w).
+    mask: (1, h, w), of each element's share of the loss; None where all count.
+    """
+
+    moments: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class LatentCache:
-    """Moments of the VAE's posterior by view."""
+    """Latents by view."""
 
     store: TensorStore
     dataset: Dataset
     model: str
 
-    def get(self, view: View) -> torch.Tensor | None:
-        """(2 channels, h, w) on the CPU, or None."""
+    def get(self, view: View) -> Latent | None:
+        """What was kept, on the CPU, or None."""
         kept = self.store.get(self._key(view))
-        return kept["moments"] if kept else None
+        return Latent(kept["moments"], kept.get("mask")) if kept else None
 
-    def put(self, view: View, moments: torch.Tensor) -> None:
-        """Keep a view's moments."""
-        self.store.put(self._key(view), {"moments": moments})
+    def put(self, view: View, latent: Latent) -> None:
+        """Keep a view's latent."""
+        kept = {"moments": latent.moments}
+        if latent.mask is not None:
+            kept["mask"] = latent.mask
+        self.store.put(self._key(view), kept)
 
     def _key(self, view: View) -> str:
+        masked = self.dataset.settings.alpha == "mask"
         return key_of(
-            "latent",
+            "masked latent" if masked else "latent",
             {
                 "model": self.model,
                 "file": self.dataset.samples[view.sample].sha256,

@@ -103,7 +103,7 @@ class Dataset:
         """
         entry = self.samples[view.sample]
         try:
-            decoded = decode_image(entry.path, self.settings.background)
+            decoded = decode_image(entry.path, self.settings.background, self.settings.alpha)
         except BadImageError as error:
             raise ConfigurationError(f"{entry.path} passed preflight, but now {error}.") from error
         if decoded.sha256 != entry.sha256:
@@ -111,7 +111,14 @@ class Dataset:
                 f"{entry.path} is another file now than in preflight: leave the dataset alone "
                 "during a run."
             )
-        return cut_image(decoded.image, entry.size, view.across, view.down, mirrored=view.mirrored)
+        return cut_image(
+            decoded.image,
+            entry.size,
+            view.across,
+            view.down,
+            mirrored=view.mirrored,
+            mask=decoded.mask,
+        )
 
     def loss_weight(self, draw: SampleDraw) -> float:
         """Weight of a draw's loss."""

@@ -2,7 +2,8 @@
 
     x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) e,   loss = mean (UNet(x_t, t, text, sizes) - e)^2
 
-(Ho et al. 2020, eq. 14; micro-conditioning on sizes: Podell et al. 2023, sec. 2.2.) No autocast:
+(Ho et al. 2020, eq. 14; micro-conditioning on sizes: Podell et al. 2023, sec. 2.2.) How much each
+sample and each part of it counts is told in `loss_weights.py`. No autocast:
 the UNet is in its compute dtype already; latents, time ids, noise and the loss are fp32.
 """
 
@@ -21,6 +22,8 @@ from kubelora_trainer.dropout import AdapterDropout
 from kubelora_trainer.errors import Interrupted
 from kubelora_trainer.images import SizeConditions
 from kubelora_trainer.latents import LatentSource, normal
+from kubelora_trainer.loss_weights import mean_errors, timestep_weights
+from kubelora_trainer.order import SampleDraw
 from kubelora_trainer.text import TextConditions
 
 
@@ -42,6 +45,7 @@ class MicroBatch:
 
     noisy, target: fp32 (n, 4, h, w). timesteps: int64 (n). text: (n, 77, channels).
     pooled: (n, channels). time_ids: fp32 (n, 6). weights: fp32 (n), of each sample's loss.
+    masks: fp32 (n, 1, h, w), of each element's share in it; None where all count.
     """
 
     noisy: torch.Tensor
@@ -51,6 +55,7 @@ class MicroBatch:
     pooled: torch.Tensor
     time_ids: torch.Tensor
     weights: torch.Tensor
+    masks: torch.Tensor | None = None
 
 
 class SdxlObjective:
@@ -65,6 +70,7 @@ class SdxlObjective:
     ) -> None:
         self._base = base
         self._dataset = dataset
+        self._training = spec.training
         self.order = dataset.order(spec.training.seed, spec.training.batch_size)
         self._cache = cache
         self._text = TextConditions(base, cache.text)
@@ -87,9 +93,8 @@ class SdxlObjective:
             return_dict=False,
         )[0]
         errors = functional.mse_loss(predicted.float(), batch.target, reduction="none")
-        return MicroBatchLoss(
-            (errors.mean(dim=(1, 2, 3)) * batch.weights).sum(), len(batch.timesteps)
-        )
+        losses = mean_errors(errors, batch.masks) * batch.weights
+        return MicroBatchLoss(losses.sum(), len(batch.timesteps))
 
     def close(self) -> None:
         """End the reading thread."""
@@ -121,27 +126,44 @@ class SdxlObjective:
         """Everything that a micro-step feeds to the UNet, on its device."""
         draws = self.order.samples_of(micro_step)
         device, schedule = self._base.device, self._base.noise_scheduler
-        latents = self._latents.of(micro_step, draws)
-        noise = torch.stack([normal(draw.noise_seed, latents.shape[1:]) for draw in draws])
+        drawn = self._latents.of(micro_step, draws)
+        latents = drawn.values
+        noise = torch.stack([self._noise(draw, latents.shape[1:]) for draw in draws])
         noise = noise.to(device)
         levels = schedule.config.num_train_timesteps
         steps = torch.tensor([int(draw.timestep * levels) for draw in draws], device=device)
-        if schedule.config.prediction_type == "v_prediction":
+        prediction = schedule.config.prediction_type
+        if prediction == "v_prediction":
             target = schedule.get_velocity(latents, noise, steps)
         else:
             target = noise
         text, pooled = self._text.of([self._dataset.caption(draw) for draw in draws])
+        of_sources = torch.tensor([self._dataset.loss_weight(d) for d in draws], device=device)
+        of_timesteps = timestep_weights(self._training, schedule.alphas_cumprod, steps, prediction)
         return MicroBatch(
             noisy=schedule.add_noise(latents, noise, steps),
             target=target,
             timesteps=steps,
             text=text,
             pooled=pooled,
-            weights=torch.tensor([self._dataset.loss_weight(d) for d in draws], device=device),
+            weights=of_sources * of_timesteps,
+            masks=drawn.masks,
             time_ids=torch.tensor(
                 [time_ids(sizes) for sizes in self._latents.sizes(draws)], device=device
             ),
         )
+
+    def _noise(self, draw: SampleDraw, shape: torch.Size) -> torch.Tensor:
+        """Standard normal noise of a latent; with offset noise, plus one number per channel.
+
+        (N. Guttenberg 2023, "Diffusion with offset noise".) What is added and what is to be
+        predicted are the same noise.
+        """
+        noise = normal(draw.noise_seed, shape)
+        offset = self._training.noise_offset
+        if offset > 0:
+            noise = noise + offset * normal(draw.offset_seed, torch.Size((shape[0], 1, 1)))
+        return noise
 
 
 def time_ids(sizes: SizeConditions) -> tuple[float, ...]:

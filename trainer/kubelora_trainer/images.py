@@ -9,6 +9,7 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ IMAGE_SUFFIXES = frozenset(READABLE + OTHERS + CAMERA_RAW)
 MAX_PIXELS = 300_000_000
 """Above this a file is taken for an error: 300 megapixels are 900 MB of RGB."""
 WHITE = "#ffffff"
+LATENT_PIXELS = 8
+"""Edge in pixels of the square that one element of SDXL's latents stands for."""
+AlphaUse = Literal["background", "mask"]
 _ORIENTATION = 0x0112
 """EXIF's tag; 1 is upright."""
 
@@ -49,11 +53,15 @@ class Conversion:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """Upright RGB, what had to be done to it, and the SHA-256 of the file's bytes."""
+    """Upright RGB, what had to be done to it, and the SHA-256 of the file's bytes.
+
+    mask: 8 bits, the opacity of each pixel, where that weighs the loss; None where all count.
+    """
 
     image: Image.Image
     conversions: tuple[Conversion, ...]
     sha256: str
+    mask: Image.Image | None = None
 
 
 @dataclass(frozen=True)
@@ -71,16 +79,23 @@ class SizeConditions:
 
 @dataclass(frozen=True)
 class TrainingImage:
-    """A cut of an image. pixels: fp32 (3, height, width) in [-1, 1]."""
+    """A cut of an image. pixels: fp32 (3, height, width) in [-1, 1].
+
+    mask: fp32 (1, height / 8, width / 8) in [0, 1], of each latent's share of the loss, or None.
+    """
 
     pixels: torch.Tensor
     sizes: SizeConditions
+    mask: torch.Tensor | None = None
 
 
-def decode_image(path: Path, background: str = WHITE) -> DecodedImage:
+def decode_image(
+    path: Path, background: str = WHITE, alpha: AlphaUse = "background"
+) -> DecodedImage:
     """Read the whole file. Raises BadImageError with the reason.
 
     background: colour, as #rrggbb, that transparent pixels are laid on.
+    alpha: whether transparency is the loss mask too.
     """
     try:
         content = path.read_bytes()
@@ -89,7 +104,7 @@ def decode_image(path: Path, background: str = WHITE) -> DecodedImage:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _decode(content, background)
+            return _decode(content, background, alpha)
     except BadImageError:
         raise
     except UnidentifiedImageError:
@@ -99,7 +114,7 @@ def decode_image(path: Path, background: str = WHITE) -> DecodedImage:
         raise BadImageError(problem, f"it can't be decoded: {error}") from error
 
 
-def _decode(content: bytes, background: str) -> DecodedImage:
+def _decode(content: bytes, background: str, alpha: AlphaUse) -> DecodedImage:
     with Image.open(io.BytesIO(content)) as opened:
         if opened.width * opened.height > MAX_PIXELS:
             raise BadImageError(
@@ -116,8 +131,26 @@ def _decode(content: bytes, background: str) -> DecodedImage:
         if opened.getexif().get(_ORIENTATION, 1) not in (0, 1):
             conversions.append(Conversion("EXIF orientation", "turned upright"))
         rgb, of_colour = _to_rgb(upright, profile, background)
+        mask = _loss_mask(upright) if alpha == "mask" else None
+    if mask is not None:
+        of_colour.append(Conversion("loss mask", "by its transparency"))
     digest = hashlib.sha256(content).hexdigest()
-    return DecodedImage(rgb, (*conversions, *of_colour), digest)
+    return DecodedImage(rgb, (*conversions, *of_colour), digest, mask)
+
+
+def _loss_mask(upright: Image.Image) -> Image.Image | None:
+    """Opacity, 8 bits; None for an image that is opaque everywhere."""
+    if upright.mode.startswith("I") or not upright.has_transparency_data:
+        return None
+    opacity = upright.convert("RGBA").getchannel("A")
+    if opacity.getextrema() == (255, 255):
+        return None
+    if opacity.getextrema() == (0, 0):
+        raise BadImageError(
+            "wholly transparent",
+            "it is wholly transparent, so that nothing of it would count: see dataset.alpha",
+        )
+    return opacity
 
 
 def _to_rgb(
@@ -211,12 +244,19 @@ def size_conditions(
 
 
 def cut_image(
-    image: Image.Image, target: Size, across: float, down: float, *, mirrored: bool = False
+    image: Image.Image,
+    target: Size,
+    across: float,
+    down: float,
+    *,
+    mirrored: bool = False,
+    mask: Image.Image | None = None,
 ) -> TrainingImage:
     """Resize the image until it just covers ``target`` and cut ``target`` out of it.
 
     across, down: where the cut lies, each in [0, 1): uniform numbers give uniform crops.
     mirrored: left and right are swapped; the crop's offset is then that in the mirrored image.
+    mask: opacity of the image's size, cut alike; each latent gets the mean over its 8 x 8 pixels.
     The cut alone is resampled (Lanczos), so that a panorama costs no more than a square.
     """
     sizes = size_conditions(image.width, image.height, target, across, down)
@@ -235,4 +275,13 @@ def cut_image(
     if mirrored:
         cut = ImageOps.mirror(cut)
     array = np.asarray(cut, dtype=np.float32) / 127.5 - 1.0
-    return TrainingImage(torch.from_numpy(array).permute(2, 0, 1).contiguous(), sizes)
+    pixels = torch.from_numpy(array).permute(2, 0, 1).contiguous()
+    if mask is None:
+        return TrainingImage(pixels, sizes)
+    latent_size = (target.width // LATENT_PIXELS, target.height // LATENT_PIXELS)
+    shares = mask.resize(latent_size, Image.Resampling.BOX, box=box)
+    if mirrored:
+        shares = ImageOps.mirror(shares)
+    return TrainingImage(
+        pixels, sizes, torch.from_numpy(np.asarray(shares, dtype=np.float32) / 255.0)[None]
+    )

@@ -3,18 +3,31 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from kubelora_trainer.base_model import BaseModel
-from kubelora_trainer.data_cache import LatentCache
+from kubelora_trainer.data_cache import Latent, LatentCache
 from kubelora_trainer.dataset import Dataset, View
 from kubelora_trainer.images import SizeConditions, TrainingImage
 from kubelora_trainer.order import SampleDraw, SampleOrder
 
 KEPT_LATENTS = 1024
-_Read = TrainingImage | torch.Tensor
-"""Pixels still to be encoded, or moments that were kept."""
+_Read = TrainingImage | Latent
+"""Pixels still to be encoded, or what was kept of them."""
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Latents of a micro-batch.
+
+    values: fp32 (n, channels, h, w). masks: fp32 (n, 1, h, w), each element's share of the loss;
+    None where all of every image counts.
+    """
+
+    values: torch.Tensor
+    masks: torch.Tensor | None
 
 
 class LatentSource:
@@ -29,7 +42,7 @@ class LatentSource:
     ) -> None:
         self._base, self._dataset, self._order = base, dataset, order
         self._cache = cache
-        self._moments: OrderedDict[tuple[int, bool], torch.Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, bool], Latent] = OrderedDict()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
         self._ahead: tuple[int, Future[list[_Read]]] | None = None
 
@@ -37,15 +50,15 @@ class LatentSource:
         """End the reading thread."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def of(self, micro_step: int, draws: Sequence[SampleDraw]) -> torch.Tensor:
-        """One draw each from the VAE's posterior, scaled; fp32 (n, channels, h, w).
+    def of(self, micro_step: int, draws: Sequence[SampleDraw]) -> Latents:
+        """One draw each from the VAE's posterior, scaled, with its mask.
 
         draws: those of ``micro_step``, which all have one training size.
         """
-        images = self._images(micro_step)
-        return torch.stack(
-            [self._latent(draw, image) for draw, image in zip(draws, images, strict=True)]
-        )
+        read = zip(draws, self._images(micro_step), strict=True)
+        kept = [self._latent_of(self._dataset.view(draw), image) for draw, image in read]
+        values = [self._drawn(draw, latent) for draw, latent in zip(draws, kept, strict=True)]
+        return Latents(torch.stack(values), _stacked_masks(kept, self._base.device))
 
     def sizes(self, draws: Sequence[SampleDraw]) -> list[SizeConditions]:
         """What the model is told of each draw's sizes."""
@@ -55,7 +68,7 @@ class LatentSource:
         """Put the view's moments on disk where they are missing and may be kept."""
         cache = self._cache_for(view)
         if cache is not None and cache.get(view) is None:
-            cache.put(view, encode(self._base, self._dataset.image(view)))
+            cache.put(view, self._encoded(self._dataset.image(view)))
 
     def _cache_for(self, view: View) -> LatentCache | None:
         return self._cache if self._dataset.has_fixed_crop(view.sample) else None
@@ -72,33 +85,46 @@ class LatentSource:
         return [self._read_view(view) for view in views]
 
     def _read_view(self, view: View) -> _Read:
-        """Moments where they are kept, in memory or on disk; else the pixels."""
-        moments = self._moments.get(_key(view))
+        """The latent where it is kept, in memory or on disk; else the pixels."""
+        kept = self._kept.get(_key(view))
         cache = self._cache_for(view)
-        if moments is None and cache is not None:
-            moments = cache.get(view)
-        return self._dataset.image(view) if moments is None else moments
+        if kept is None and cache is not None:
+            kept = cache.get(view)
+        return self._dataset.image(view) if kept is None else kept
 
-    def _latent(self, draw: SampleDraw, read: _Read) -> torch.Tensor:
+    def _drawn(self, draw: SampleDraw, latent: Latent) -> torch.Tensor:
         """A draw from the posterior, scaled; fp32 (channels, h, w)."""
-        moments = self._moments_of(self._dataset.view(draw), read)
-        mean, log_variance = moments.to(self._base.device).chunk(2)
+        mean, log_variance = latent.moments.to(self._base.device).chunk(2)
         spread = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
         noise = normal(draw.posterior_seed, mean.shape).to(mean.device)
         return normalise_latents(mean + spread * noise, self._base)
 
-    def _moments_of(self, view: View, read: _Read) -> torch.Tensor:
-        kept = self._moments.get(_key(view))
+    def _latent_of(self, view: View, read: _Read) -> Latent:
+        kept = self._kept.get(_key(view))
         if kept is not None:
             return kept
-        moments = encode(self._base, read) if isinstance(read, TrainingImage) else read
+        latent = self._encoded(read) if isinstance(read, TrainingImage) else read
         if self._dataset.has_fixed_crop(view.sample):
             if self._cache is not None and isinstance(read, TrainingImage):
-                self._cache.put(view, moments)
-            self._moments[_key(view)] = moments.cpu()
-            if len(self._moments) > KEPT_LATENTS:
-                self._moments.popitem(last=False)
-        return moments
+                self._cache.put(view, latent)
+            self._kept[_key(view)] = Latent(latent.moments.cpu(), latent.mask)
+            if len(self._kept) > KEPT_LATENTS:
+                self._kept.popitem(last=False)
+        return latent
+
+    def _encoded(self, image: TrainingImage) -> Latent:
+        return Latent(encode(self._base, image), image.mask)
+
+
+def _stacked_masks(latents: Sequence[Latent], device: torch.device) -> torch.Tensor | None:
+    """Masks of a micro-batch; an image without one counts everywhere."""
+    if all(latent.mask is None for latent in latents):
+        return None
+    masks = [
+        torch.ones(1, *latent.moments.shape[1:]) if latent.mask is None else latent.mask
+        for latent in latents
+    ]
+    return torch.stack(masks).to(device)
 
 
 def _key(view: View) -> tuple[int, bool]:

@@ -20,7 +20,9 @@ import numpy as np
 
 from kubelora_api.training_spec import Training
 
-Purpose = Literal["across", "down", "posterior", "noise", "timestep", "caption", "flip", "tags"]
+Purpose = Literal[
+    "across", "down", "posterior", "noise", "timestep", "caption", "flip", "tags", "offset"
+]
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class SampleDraw:
     sample: index into the dataset. across, down, timestep, caption, flip: uniform in [0, 1): where
     the crop lies, how much noise there is, whether the caption is dropped (below captionDropout)
     and whether the image is mirrored (below flip).
-    noise_seed, posterior_seed, tags_seed: for the generators of the noise, of the VAE's posterior
-    and of the order of tags.
+    noise_seed, posterior_seed, tags_seed, offset_seed: for the generators of the noise, of the
+    VAE's posterior, of the order of tags and of the noise's offset.
     """
 
     sample: int
@@ -43,6 +45,7 @@ class SampleDraw:
     noise_seed: int
     posterior_seed: int
     tags_seed: int
+    offset_seed: int
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class SampleOrder:
             noise_seed=bits("noise") >> 1,
             posterior_seed=bits("posterior") >> 1,
             tags_seed=bits("tags") >> 1,
+            offset_seed=bits("offset") >> 1,
         )
 
 

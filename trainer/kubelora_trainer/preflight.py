@@ -96,7 +96,7 @@ class _Judge:
         """The sample and remarks on it. Raises BadImageError."""
         if not image.is_file():
             raise BadImageError("missing", f"it is listed in {METADATA} but does not exist")
-        decoded = decode_image(image, self.settings.background)
+        decoded = decode_image(image, self.settings.background, self.settings.alpha)
         width, height = decoded.image.size
         self._refuse_shape(width, height)
         try:

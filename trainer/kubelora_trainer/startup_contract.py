@@ -83,7 +83,8 @@ class FirstGradients:
     """Checks that each factor gets a gradient as soon as the mathematics gives it one.
 
     lora_B in the first step that moves anything; lora_A, whose gradient is a product with lora_B,
-    in the next such step. A step moves something when its learning rate is above 0.
+    in the next such step. A step moves something when its learning rate is above 0 and its window
+    has a loss: masks and min-SNR weights may be 0 for all of a small one.
     """
 
     def __init__(self, slots: Sequence[Slot], moved_before: int) -> None:
@@ -92,7 +93,7 @@ class FirstGradients:
 
     def observe(self, numbers: StepNumbers) -> None:
         """Judge one step. Raises NumericalError naming the modules without a gradient."""
-        if numbers.learning_rate <= 0 or self._moved >= 2:
+        if numbers.learning_rate <= 0 or numbers.loss == 0.0 or self._moved >= 2:
             return
         factor = "lora_B" if self._moved == 0 else "lora_A"
         self._moved += 1
