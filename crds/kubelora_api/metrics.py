@@ -133,6 +133,13 @@ LEARNING_RATE: Final = Metric(
     "kubelora_learning_rate", "gauge", "Learning rate of the last optimizer step."
 )
 LOSS: Final = Metric("kubelora_loss", "gauge", "Mean loss of the last optimizer step.")
+CATEGORY_LOSS: Final = Metric(
+    "kubelora_category_loss",
+    "gauge",
+    "Mean loss of a category's samples in the last optimizer step that saw any: at most 16 "
+    "categories, the smallest pooled as other.",
+    ("category",),
+)
 STEP: Final = Metric("kubelora_step", "gauge", "Optimizer steps done.")
 STEPS_PLANNED: Final = Metric("kubelora_steps_planned", "gauge", "Optimizer steps planned.")
 STEP_DURATION: Final = Metric(
@@ -179,6 +186,7 @@ TRAINER_METRICS: Final = (
     DEVICE_MEMORY_PEAK,
     LEARNING_RATE,
     LOSS,
+    CATEGORY_LOSS,
     STEP,
     STEPS_PLANNED,
     STEP_DURATION,

@@ -71,6 +71,7 @@ class OutputPath(StrEnum):
     CHECKPOINTS = "checkpoints"
     SAMPLES = "samples"
     RUN_LOG = "metrics.parquet"
+    CATEGORY_LOG = "categories.parquet"
     PREFLIGHT = "preflight.json"
     MANIFEST = "manifest.json"
 

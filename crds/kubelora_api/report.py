@@ -24,7 +24,10 @@ class ModuleNumbers(StatusModel):
 
 
 class RunReport(StatusModel):
-    """Where a run is now."""
+    """Where a run is now. Measured numbers have four significant digits.
+
+    category_loss: mean loss by category, of the last step that saw one of its samples.
+    """
 
     run_id: str
     attempt: int
@@ -32,6 +35,7 @@ class RunReport(StatusModel):
     step: int = 0
     total_steps: int = 0
     loss: float | None = None
+    category_loss: Annotated[dict[str, float], Field(max_length=16)] = Field(default_factory=dict)
     grad_norm: float | None = None
     learning_rate: float | None = None
     samples_per_second: float | None = None

@@ -99,3 +99,8 @@ def test_a_missing_extra_is_told_with_the_command_that_installs_it(
     with pytest.raises(ConfigurationError, match=r"pip install 'kubelora\[demo\]'"):
         create_demo(tmp_path, "small")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_making_the_demo_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    create_demo(tmp_path / "demo", "small", images=1)
+    assert capfd.readouterr() == ("", "")

@@ -19,7 +19,7 @@ from kubelora_api.report import RunReport
 from kubelora_trainer.exporter import PROMETHEUS_HEADER, Exporter, TrainerMetrics
 from kubelora_trainer.health import WatchState
 from kubelora_trainer.precision import PrecisionPlan
-from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
+from kubelora_trainer.step_numbers import CategoryLoss, GroupNumbers, StepNumbers
 
 REPORT = RunReport(run_id="abc", attempt=2, phase="Training", step=3, total_steps=9)
 GROUP = GroupNumbers(
@@ -38,6 +38,7 @@ NUMBERS = StepNumbers(
     dead_modules=5,
     rank_divergence=0.0,
     host_memory_peak=2.0**30,
+    category_losses={"cans": CategoryLoss(0.25, 3)},
 )
 
 
@@ -123,6 +124,7 @@ def test_each_measurement_is_told_under_its_own_name(exporter: Exporter) -> None
         "kubelora_host_memory_peak_bytes 1.073741824e+09",
         "kubelora_device_memory_peak_bytes NaN",
         "kubelora_learning_rate 0.0001",
+        'kubelora_category_loss{category="cans"} 0.25',
     ):
         assert line in lines
 

@@ -4,21 +4,19 @@ A wrong or damaged model must be a sentence before the first step, not a traceba
 loading, and never a layer that was silently left at random values.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
-from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
-from transformers.utils import logging as transformers_logging
 
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.model_folder import check_pipeline, check_weights, fingerprint, read_json
+from kubelora_trainer.quiet import quiet_libraries
 
 Prediction = Literal["auto", "epsilon", "v_prediction"]
 
@@ -76,7 +74,7 @@ def load_base_model(
     scheduler = noise_schedule(
         read_json(folder / "scheduler" / "scheduler_config.json"), prediction, zero_terminal_snr
     )
-    with _quiet():
+    with quiet_libraries():
         return BaseModel(
             folder=folder,
             unet=load_unet(folder, variant=variant, dtype=dtype, device=device),
@@ -99,7 +97,7 @@ def load_unet(
     folder: Path, *, variant: str | None, dtype: torch.dtype, device: torch.device
 ) -> UNet2DConditionModel:
     """The pipeline's UNet alone, fresh and frozen."""
-    with _quiet():
+    with quiet_libraries():
         return _part(UNet2DConditionModel, folder / "unet", variant, dtype, device)
 
 
@@ -192,20 +190,3 @@ def _vae_folder(place: Path) -> Path:
     if (place / "vae" / "config.json").is_file():
         return place / "vae"
     raise ConfigurationError(f"{place} holds no VAE (no config.json): see model.vae.")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and no advice of the libraries while models load."""
-    bar_on = transformers_logging.is_progress_bar_enabled()
-    levels = (transformers_logging.get_verbosity(), diffusers_logging.get_verbosity())
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    diffusers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        if bar_on:
-            transformers_logging.enable_progress_bar()
-        transformers_logging.set_verbosity(levels[0])
-        diffusers_logging.set_verbosity(levels[1])

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from kubelora_trainer.demo_tokenizer import END, Vocabulary, write_tokenizer
+from kubelora_trainer.quiet import quiet_libraries
 
 Layout = Literal["small", "full"]
 SEED = 20240229
@@ -50,7 +51,7 @@ SHAPES: dict[Layout, UNetShape] = {
 def write_pipeline(folder: Path, layout: Layout, vocabulary: Vocabulary) -> None:
     """Write the pipeline's folder, its components in subfolders, index last."""
     folder.mkdir(parents=True, exist_ok=True)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), quiet_libraries():
         torch.manual_seed(SEED)
         _unet(SHAPES[layout]).save_pretrained(folder / "unet")
         _vae().save_pretrained(folder / "vae")

@@ -33,10 +33,12 @@ class MicroBatchLoss:
 
     loss_sum: fp32 scalar, the SUM over samples of each one's mean squared error times its weight;
     its gradient is what a window adds up before it is divided by the samples seen.
+    losses: fp32 (n), the same of each sample, without a graph.
     """
 
     loss_sum: torch.Tensor
     samples: int
+    losses: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class SdxlObjective:
         )[0]
         errors = functional.mse_loss(predicted.float(), batch.target, reduction="none")
         losses = mean_errors(errors, batch.masks) * batch.weights
-        return MicroBatchLoss(losses.sum(), len(batch.timesteps))
+        return MicroBatchLoss(losses.sum(), len(losses), losses.detach())
 
     def close(self) -> None:
         """End the reading thread."""

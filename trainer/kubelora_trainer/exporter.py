@@ -80,6 +80,8 @@ class TrainerMetrics:
                     self._set(metric, value, group=group)
         for metric, value in _shown(numbers, STEP_FIELDS):
             self._set(metric, value)
+        for category, of_category in numbers.category_losses.items():
+            self._set(metrics.CATEGORY_LOSS, of_category.loss, category=category)
         self._set(metrics.STEP_DURATION, seconds)
         for threshold in THRESHOLDS:
             self._set(

@@ -101,10 +101,11 @@ class Reporter:
             update={
                 "step": numbers.step,
                 "loss": _finite_or_none(numbers.loss),
+                "category_loss": self._exporter.report.category_loss | _of_categories(numbers),
                 "grad_norm": _finite_or_none(numbers.grad_norm),
-                "learning_rate": numbers.learning_rate,
-                "samples_per_second": per_second,
-                "seconds_left": left,
+                "learning_rate": significant(numbers.learning_rate),
+                "samples_per_second": significant(per_second),
+                "seconds_left": significant(left),
                 "health": self.watch.status(),
                 "worst_modules": worst_modules(self._slots, numbers),
             }
@@ -136,7 +137,11 @@ def worst_modules(slots: tuple[Slot, ...], numbers: StepNumbers) -> list[ModuleN
 
     order = sorted(range(len(slots)), key=key, reverse=True)[:WORST_MODULES]
     return [
-        ModuleNumbers(module=slots[i].factor.name, metric="grad_norm", value=min(key(i), _JSON_MAX))
+        ModuleNumbers(
+            module=slots[i].factor.name,
+            metric="grad_norm",
+            value=significant(min(key(i), _JSON_MAX)),
+        )
         for i in order
     ]
 
@@ -154,8 +159,19 @@ def _widen(seen: tuple[float, float] | None, norm: float, step: int) -> tuple[fl
     return (min(seen[0], norm), max(seen[1], norm))
 
 
+def _of_categories(numbers: StepNumbers) -> dict[str, float]:
+    """Losses by category, without those that JSON has no number for."""
+    rounded = {n: _finite_or_none(c.loss) for n, c in numbers.category_losses.items()}
+    return {name: loss for name, loss in rounded.items() if loss is not None}
+
+
+def significant(value: float) -> float:
+    """``value`` to four significant digits: more are noise, and `kubectl get` prints them all."""
+    return float(f"{value:.4g}")
+
+
 def _finite_or_none(value: float) -> float | None:
-    return value if value - value == 0.0 else None
+    return significant(value) if value - value == 0.0 else None
 
 
 def _policy_sentence(finding: Finding) -> str:

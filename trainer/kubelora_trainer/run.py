@@ -17,6 +17,7 @@ from kubelora_api.report import RunReport
 from kubelora_api.status import Artifact
 from kubelora_trainer.adapter import AdapterModule, trained_layers
 from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.category_losses import CategoryLosses
 from kubelora_trainer.checkpoint import RunPosition, resume, save_checkpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.counting import counting
@@ -99,7 +100,9 @@ def _train_and_export(
     buffers = AdapterBuffers(material.factors, precision)
     optimizer = FlatAdamW(buffers, spec.training.optimizer)
     plan = plan_of(spec.training, material.objective.order)
-    saved_parts: dict[str, CheckpointPart] = {"optimizer": optimizer}
+    dataset = material.dataset
+    categories = CategoryLosses([s.category for s in dataset.samples], material.base.device)
+    saved_parts: dict[str, CheckpointPart] = {"optimizer": optimizer, "categories": categories}
     position = _begin(run, folder, buffers, optimizer, saved_parts)
     metrics.plan_steps(position.step, plan.optimizer_steps)
     exporter.report = exporter.report.model_copy(
@@ -122,11 +125,12 @@ def _train_and_export(
         parts = Parts(
             training=spec.training,
             plan=plan,
-            objective=material.objective,
+            objective=categories.watching(material.objective, material.objective.order),
             buffers=buffers,
             optimizer=optimizer,
             telemetry=GradientTelemetry(buffers, optimizer.first_moment),
             reporter=reporter,
+            categories=categories,
         )
 
         def checkpoint(reached: RunPosition) -> None:

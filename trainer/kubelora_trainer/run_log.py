@@ -7,46 +7,38 @@ Columns:
 - ``loss`` float32, ``learning_rate`` float64, ``total_grad_norm`` float32: of the step, the same
   in all its rows (they compress to nothing).
 
-While the run goes on, rows stand in parts that are written whole at each checkpoint; the end joins
-them. A part beyond the checkpoint that a run resumes from is dropped, for its steps come again.
+``categories.parquet``, where images have categories: one row per optimizer step and category that
+it saw, with ``step`` int32, ``category`` string, ``loss`` float32 (mean over the category's
+samples) and ``samples`` int32.
 """
 
-import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from kubelora_api.names import OutputPath
-from kubelora_trainer.atomic_files import sync_folder, writing_to
 from kubelora_trainer.buffers import Slot
-from kubelora_trainer.output import RUN_LOG_PARTS, OutputFolder
+from kubelora_trainer.output import CATEGORY_LOG_PARTS, RUN_LOG_PARTS, OutputFolder
+from kubelora_trainer.parquet_parts import ParquetParts
 from kubelora_trainer.step_numbers import StepNumbers
-
-_PART = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 
 
 class RunLog:
     """Collects rows in memory, writes them in parts, joins the parts at the end."""
 
     def __init__(self, folder: OutputFolder, slots: Sequence[Slot], resumed_step: int) -> None:
-        self._folder = folder
-        self._parts = folder.path / RUN_LOG_PARTS
+        self._factors = ParquetParts(folder, RUN_LOG_PARTS, OutputPath.RUN_LOG, resumed_step)
+        self._categories = ParquetParts(
+            folder, CATEGORY_LOG_PARTS, OutputPath.CATEGORY_LOG, resumed_step
+        )
         self._names = {
             "module": [s.factor.module for s in slots],
             "factor": [s.factor.name.rpartition(".")[2] for s in slots],
             "group": [s.factor.group for s in slots],
         }
         self._steps: list[StepNumbers] = []
-        with writing_to(self._parts):
-            self._parts.mkdir(exist_ok=True)
-            for path in list(self._parts.iterdir()):
-                match = _PART.fullmatch(path.name)
-                if match is None or int(match[2]) > resumed_step:
-                    path.unlink()
 
     def append(self, numbers: StepNumbers) -> None:
         """Keep one step's rows."""
@@ -57,27 +49,16 @@ class RunLog:
         if not self._steps:
             return
         first, last = self._steps[0].step, self._steps[-1].step
-        self._folder.assert_ours()
-        _write(self._table(), self._parts / f"steps-{first:08d}-{last:08d}.parquet")
+        self._factors.write(self._table(), first, last)
+        if any(step.category_losses for step in self._steps):
+            self._categories.write(_by_category(self._steps), first, last)
         self._steps = []
 
     def finish(self) -> Path:
-        """Join all parts to ``metrics.parquet``, one row group per part; returns its path."""
+        """Join all parts to the two tables; returns the path of ``metrics.parquet``."""
         self.flush()
-        self._folder.assert_ours()
-        target = self._folder.place(OutputPath.RUN_LOG)
-        parts = sorted(self._parts.glob("steps-*.parquet"))
-        aside = target.with_name(f".{target.name}.part")
-        if not parts:
-            return target
-        with writing_to(target):
-            with pq.ParquetWriter(aside, pq.read_schema(parts[0]), compression="zstd") as writer:
-                for part in parts:
-                    writer.write_table(pq.read_table(part))
-            aside.replace(target)
-            sync_folder(target.parent)
-            shutil.rmtree(self._parts)
-        return target
+        self._categories.finish()
+        return self._factors.finish()
 
     def _table(self) -> pa.Table:
         count = len(self._names["module"])
@@ -101,9 +82,13 @@ class RunLog:
         return pa.table(columns)
 
 
-def _write(table: pa.Table, path: Path) -> None:
-    aside = path.with_name(f".{path.name}.part")
-    with writing_to(path):
-        pq.write_table(table, aside, compression="zstd")
-        aside.replace(path)
-        sync_folder(path.parent)
+def _by_category(steps: Sequence[StepNumbers]) -> pa.Table:
+    rows = [(s.step, name, c) for s in steps for name, c in sorted(s.category_losses.items())]
+    return pa.table(
+        {
+            "step": pa.array([step for step, _, _ in rows], "int32"),
+            "category": pa.array([name for _, name, _ in rows]).dictionary_encode(),
+            "loss": pa.array([c.loss for _, _, c in rows], "float32"),
+            "samples": pa.array([c.samples for _, _, c in rows], "int32"),
+        }
+    )

@@ -6,7 +6,7 @@ them.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kubelora_api import metrics
@@ -40,6 +40,14 @@ class GroupNumbers:
 
 
 @dataclass(frozen=True)
+class CategoryLoss:
+    """Mean loss of a category's samples in one window, and how many there were."""
+
+    loss: float
+    samples: int
+
+
+@dataclass(frozen=True)
 class StepNumbers:
     """All numbers of one optimizer step.
 
@@ -49,6 +57,7 @@ class StepNumbers:
     backward_passes: of the window, NaN where it was resumed in its middle; micro_steps where each
     micro-batch was differentiated alone.
     dead_modules: modules of which a factor's gradient was exactly zero in the last 10 steps.
+    category_losses: of the categories that the window saw; empty where images have none.
     rank_divergence: NaN for a single rank. host_memory_peak, device_memory_peak: bytes.
     """
 
@@ -67,6 +76,7 @@ class StepNumbers:
     rank_divergence: float = math.nan
     host_memory_peak: float = math.nan
     device_memory_peak: float = math.nan
+    category_losses: Mapping[str, CategoryLoss] = field(default_factory=dict)
 
     @property
     def nonfinite(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.category_losses import CategorySums
 from kubelora_trainer.probes import AbsorptionProbe, UpdateProbe
 from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 
@@ -73,10 +74,12 @@ class GradientTelemetry:
             counts += torch.stack([zero.sum(), chunk.numel() - finite.sum(), gone.sum()])
         return counts
 
-    def pack(self, facts: StepFacts, loss_sum: Tensor) -> "PendingNumbers":
+    def pack(
+        self, facts: StepFacts, loss_sum: Tensor, categories: CategorySums | None = None
+    ) -> "PendingNumbers":
         """Start the one copy of this step's numbers to the host.
 
-        loss_sum: scalar, the window's losses summed over samples.
+        loss_sum: scalar, the window's losses summed over samples. categories: the same by category.
         """
         packed = torch.cat(
             [
@@ -86,16 +89,23 @@ class GradientTelemetry:
                 self._norms,
                 self._absmax,
                 loss_sum.detach().double().reshape(1),
+                *([categories.sums.flatten()] if categories else []),
             ]
         )
-        return PendingNumbers(self._buffers, facts, packed)
+        return PendingNumbers(self._buffers, facts, packed, categories)
 
 
 class PendingNumbers:
     """A step's numbers on their way to the host."""
 
-    def __init__(self, buffers: AdapterBuffers, facts: StepFacts, packed: Tensor) -> None:
-        self._buffers, self._facts = buffers, facts
+    def __init__(
+        self,
+        buffers: AdapterBuffers,
+        facts: StepFacts,
+        packed: Tensor,
+        categories: CategorySums | None,
+    ) -> None:
+        self._buffers, self._facts, self._categories = buffers, facts, categories
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -112,7 +122,8 @@ class PendingNumbers:
         groups, slots = self._buffers.groups, self._buffers.slots
         count = len(groups)
         sizes = [3 * count, count, count, len(slots), len(slots), 1]
-        counts, absorbed, lost, norms, absmax, loss = (
+        sizes.append(self._host.numel() - sum(sizes))
+        counts, absorbed, lost, norms, absmax, loss, by_category = (
             part.tolist() for part in self._host.split(sizes)
         )
         by_group: dict[str, GroupNumbers] = {}
@@ -138,6 +149,7 @@ class PendingNumbers:
             groups=by_group,
             factor_norms=norms,
             factor_absmax=absmax,
+            category_losses=self._categories.read(by_category) if self._categories else {},
         )
 
 

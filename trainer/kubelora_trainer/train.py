@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.category_losses import CategoryLosses
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.optimizer import AdapterOptimizer, clip_coefficient
 from kubelora_trainer.order import Plan
@@ -48,6 +49,7 @@ class Parts:
     optimizer: AdapterOptimizer
     telemetry: GradientTelemetry
     reporter: Reporter
+    categories: CategoryLosses | None = None
 
 
 def train(
@@ -125,6 +127,7 @@ def take_step(parts: Parts, position: RunPosition) -> tuple[PendingNumbers, RunP
         samples=position.window_samples,
         judge_updates=rate >= JUDGED_RATE_SHARE * parts.training.learning_rate,
     )
-    pending = telemetry.pack(facts, position.window_loss)
+    categories = parts.categories.take() if parts.categories else None
+    pending = telemetry.pack(facts, position.window_loss, categories)
     no_loss = torch.zeros_like(position.window_loss)
     return pending, replace(position, step=position.step + 1, window_samples=0, window_loss=no_loss)

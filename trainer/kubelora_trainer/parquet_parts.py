@@ -1,0 +1,62 @@
+"""A table that grows while a run goes on: parts written at checkpoints, joined at the end.
+
+A part beyond the checkpoint that a run resumes from is dropped, for its steps come again: every
+step stands in the table once, through kills and resumes.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kubelora_api.names import OutputPath
+from kubelora_trainer.atomic_files import sync_folder, writing_to
+from kubelora_trainer.output import OutputFolder
+
+_PART = re.compile(r"steps-(\d+)-(\d+)\.parquet")
+
+
+class ParquetParts:
+    """Parts in the folder ``parts`` of the output, and the table ``target`` that they become."""
+
+    def __init__(
+        self, folder: OutputFolder, parts: str, target: OutputPath, resumed_step: int
+    ) -> None:
+        self._folder, self._parts = folder, folder.path / parts
+        self._target = folder.place(target)
+        with writing_to(self._parts):
+            self._parts.mkdir(exist_ok=True)
+            for path in list(self._parts.iterdir()):
+                match = _PART.fullmatch(path.name)
+                if match is None or int(match[2]) > resumed_step:
+                    path.unlink()
+
+    def write(self, table: pa.Table, first: int, last: int) -> None:
+        """Write the rows of steps ``first`` to ``last``. Raises ConfigurationError if refused."""
+        self._folder.assert_ours()
+        path = self._parts / f"steps-{first:08d}-{last:08d}.parquet"
+        aside = path.with_name(f".{path.name}.part")
+        with writing_to(path):
+            pq.write_table(table, aside, compression="zstd")
+            aside.replace(path)
+            sync_folder(path.parent)
+
+    def finish(self) -> Path:
+        """Join all parts, one row group each; returns the table's path."""
+        self._folder.assert_ours()
+        target = self._target
+        parts = sorted(self._parts.glob("steps-*.parquet"))
+        aside = target.with_name(f".{target.name}.part")
+        if not parts:
+            shutil.rmtree(self._parts, ignore_errors=True)
+            return target
+        with writing_to(target):
+            with pq.ParquetWriter(aside, pq.read_schema(parts[0]), compression="zstd") as writer:
+                for part in parts:
+                    writer.write_table(pq.read_table(part))
+            aside.replace(target)
+            sync_folder(target.parent)
+            shutil.rmtree(self._parts)
+        return target
