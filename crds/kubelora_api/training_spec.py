@@ -20,21 +20,89 @@ class Schedule(ApiModel):
     )
 
 
-class Optimizer(ApiModel):
-    """What turns gradients into updates."""
+OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "prodigy", "lion"]
 
-    name: Literal["adamw"] = Field("adamw", description="adamw (default).")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.9, description="Decay of the first moment. Default 0.9."
+
+def _only_for(optimizer: OptimizerName, field: str, attribute: str) -> Rule:
+    return Rule(
+        cel=f"!has(self.{field}) || self.name == '{optimizer}'",
+        message=f"{field} is a setting of {optimizer} alone: leave it out",
+        check=lambda o: getattr(o, attribute) is None or o.name == optimizer,
+        at=field,
     )
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.999, description="Decay of the second moment. Default 0.999."
+
+
+class Optimizer(ApiModel):
+    """What turns gradients into updates. Masters and state are fp32; adamw8bit keeps its state in
+    8 bits. Settings that are left out take the optimizer's own default."""
+
+    name: OptimizerName = Field(
+        "adamw",
+        description="adamw (default), adamw8bit (state in 8 bits, a quarter of the memory), "
+        "adafactor (second moment by rows and columns, next to no memory), prodigy (finds its "
+        "learning rate itself) or lion (moves by the sign of its momentum).",
     )
-    eps: Annotated[float, Field(gt=0, le=1)] = Field(
-        1e-8, description="Added to the root of the second moment. Default 1e-8."
+    beta1: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None,
+        description="Decay of the first moment, 0 to below 1; of lion: its share in the sign that "
+        "is followed. Default 0.9; adafactor: 0, no first moment.",
     )
-    weight_decay: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.01, description="Decoupled weight decay. Default 0.01."
+    beta2: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None,
+        description="Decay of the second moment, 0 to below 1; of lion: of its only moment. "
+        "Default 0.999; lion: 0.99. adafactor has a schedule of its own.",
+    )
+    eps: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="Above 0, at most 1. Added to the root of the second moment (prodigy: times "
+        "its rate), default 1e-8; of adafactor to the squared gradient, default 1e-30. lion has "
+        "none.",
+    )
+    weight_decay: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="Decoupled weight decay, 0 to 1, multiplied by the learning rate. Default "
+        "0.01; adafactor and prodigy: 0.",
+    )
+    scale_parameter: bool | None = Field(
+        None,
+        description="Of adafactor: true multiplies the rate by each factor's own size (root mean "
+        "square, at least 1e-3), so that learningRate is relative. Default false.",
+    )
+    initial_rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="Of prodigy: its first guess of the rate (d0), above 0. Default 1e-6.",
+    )
+    rate_coefficient: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        None,
+        description="Of prodigy: the rate it finds is multiplied by this (d_coef), above 0 to "
+        "100. Default 1.",
+    )
+    bias_correction: bool | None = Field(
+        None, description="Of prodigy: Adam's bias correction. Default false."
+    )
+    safeguard_warmup: bool | None = Field(
+        None,
+        description="Of prodigy: keeps the schedule's warm-up out of the estimate of the rate. "
+        "Default false.",
+    )
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel="!has(self.eps) || self.name != 'lion'",
+            message="lion divides by nothing and has no eps: leave it out",
+            check=lambda o: o.eps is None or o.name != "lion",
+            at="eps",
+        ),
+        Rule(
+            cel="!has(self.beta2) || self.name != 'adafactor'",
+            message="adafactor's second moment decays by a schedule of its own: leave beta2 out",
+            check=lambda o: o.beta2 is None or o.name != "adafactor",
+            at="beta2",
+        ),
+        _only_for("adafactor", "scaleParameter", "scale_parameter"),
+        _only_for("prodigy", "initialRate", "initial_rate"),
+        _only_for("prodigy", "rateCoefficient", "rate_coefficient"),
+        _only_for("prodigy", "biasCorrection", "bias_correction"),
+        _only_for("prodigy", "safeguardWarmup", "safeguard_warmup"),
     )
 
 
@@ -53,8 +121,10 @@ class Training(ApiModel):
     gradient_accumulation: Annotated[int, Field(ge=1, le=65536)] = Field(
         1, description="Micro-batches per optimizer step. Default 1."
     )
-    learning_rate: Annotated[float, Field(gt=0, le=10)] = Field(
-        1e-4, description="Peak learning rate. Default 1e-4, above 0."
+    learning_rate: Annotated[float, Field(gt=0, le=10)] | None = Field(
+        None,
+        description="Peak learning rate, above 0 to 10. Default 1e-4. prodigy multiplies the rate "
+        "it finds by this: default 1.",
     )
     schedule: Schedule = Field(default_factory=Schedule)
     optimizer: Optimizer = Field(default_factory=Optimizer)
@@ -92,6 +162,13 @@ class Training(ApiModel):
             at="steps",
         ),
     )
+
+    @property
+    def peak_rate(self) -> float:
+        """The learning rate with the optimizer's own default filled in."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 1.0 if self.optimizer.name == "prodigy" else 1e-4
 
 
 def _lossless(name: str) -> Rule:

@@ -13,12 +13,12 @@ from kubelora_api.documents import parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.report import RunReport
 from kubelora_api.spec import Health
-from kubelora_api.training_spec import Optimizer, Training
+from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint, resume, save_checkpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
-from kubelora_trainer.optimizer import FlatAdamW
+from kubelora_trainer.optimizer_choice import open_optimizer
 from kubelora_trainer.order import Plan
 from kubelora_trainer.output import Manifest, OutputFolder, claim_output
 from kubelora_trainer.precision import PrecisionPlan
@@ -103,7 +103,7 @@ class Engine:
         self.factors = tiny_factors()
         self.buffers = AdapterBuffers(self.factors, precision)
         spec: Training = self.job.spec.training
-        self.optimizer = FlatAdamW(self.buffers, Optimizer())
+        self.optimizer = open_optimizer(self.buffers, spec.optimizer)
         self.saved_parts: dict[str, CheckpointPart] = {"optimizer": self.optimizer}
         self.resumed = resume(self.folder, self.buffers, self.saved_parts, self.warnings.append)
         self.position = self.resumed[0] if self.resumed else RunPosition()

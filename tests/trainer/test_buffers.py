@@ -159,9 +159,8 @@ def test_memory_is_shared_where_types_agree() -> None:
         "working copy": 2,
         "gradients": 4,
         "master weights": 4,
-        "optimizer state": 8,
     }
-    assert sum(PrecisionPlan(BF16, BF16, BF16).bytes_per_parameter().values()) == 2 + 2 + 4
+    assert sum(PrecisionPlan(BF16, BF16, BF16).bytes_per_parameter().values()) == 2 + 2
     buffers = AdapterBuffers([factor([1.0])], PrecisionPlan(FP32, FP32, FP32))
     assert buffers.working is buffers.masters
     assert buffers.optimizer_gradient is buffers.gradient

@@ -4,16 +4,18 @@ An optimizer works on per-factor views of the flat masters (true shapes, which A
 states need). A gradient that is not finite moves neither weight nor state.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from kubelora_api.schema import JsonObject
 from kubelora_api.training_spec import Optimizer as OptimizerSpec
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint_part import check_like
+from kubelora_trainer.precision import NAMES
 
 
 class AdapterOptimizer(Protocol):
@@ -27,9 +29,18 @@ class AdapterOptimizer(Protocol):
     def second_moment(self) -> Tensor | None:
         """Mean of squared gradients, flat like the masters; None where it is not kept so."""
 
+    @property
+    def state_text(self) -> str:
+        """In which form the state is, for people."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the state."""
+
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them.
 
+        learning_rate: the schedule's; a factor's own is a fixed multiple of it.
         non_finite: scalar on the device, 1.0 where the gradient must not be used; nothing moves
         then.
         """
@@ -50,18 +61,26 @@ class FlatAdamW:
     Moments are laid out like the masters, in their type, so that telemetry reads them and
     checkpoints save them as one tensor each. ``found_inf`` is judged on the device by the fused
     kernel, so the host need not wait to know.
+    scales: what the learning rate of each factor is multiplied by, in slot order.
     """
 
-    def __init__(self, buffers: AdapterBuffers, spec: OptimizerSpec) -> None:
+    def __init__(
+        self, buffers: AdapterBuffers, spec: OptimizerSpec, scales: Sequence[float] | None = None
+    ) -> None:
         self._buffers = buffers
         self.first_moment = torch.zeros_like(buffers.masters)
         self.second_moment = torch.zeros_like(buffers.masters)
+        self.state_text = NAMES[buffers.plan.masters]
+        self.state_bytes = self.first_moment.nbytes + self.second_moment.nbytes
         self._adamw = torch.optim.AdamW(
-            buffers.master_parameters,
+            rate_groups(buffers.master_parameters, scales or [1.0] * len(buffers.slots)),
             lr=0.0,
-            betas=(spec.beta1, spec.beta2),
-            eps=spec.eps,
-            weight_decay=spec.weight_decay,
+            betas=(
+                0.9 if spec.beta1 is None else spec.beta1,
+                0.999 if spec.beta2 is None else spec.beta2,
+            ),
+            eps=1e-8 if spec.eps is None else spec.eps,
+            weight_decay=0.01 if spec.weight_decay is None else spec.weight_decay,
             fused=True,
         )
         self._steps = [
@@ -79,7 +98,8 @@ class FlatAdamW:
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them; see `AdapterOptimizer`."""
         self._buffers.hand_to_optimizer()
-        self._adamw.param_groups[0]["lr"] = learning_rate
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate * group["scale"]
         # Read by the fused kernel; grad_scale must exist beside it.
         self._adamw.grad_scale = None  # type: ignore[attr-defined]
         self._adamw.found_inf = non_finite  # type: ignore[attr-defined]
@@ -105,6 +125,16 @@ class FlatAdamW:
         self.second_moment.copy_(tensors["second_moment"])
         for steps in self._steps:
             steps.copy_(tensors["steps"])
+
+
+def rate_groups(
+    parameters: Sequence[Parameter], scales: Sequence[float]
+) -> list[dict[str, object]]:
+    """Parameter groups of equal ``scale`` (what the learning rate is multiplied by)."""
+    groups: dict[float, list[Parameter]] = {}
+    for parameter, scale in zip(parameters, scales, strict=True):
+        groups.setdefault(scale, []).append(parameter)
+    return [{"params": members, "scale": scale} for scale, members in groups.items()]
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:

@@ -4,6 +4,7 @@ Apart from the buffers themselves, so that the choice can be printed, compared a
 a model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ class PrecisionPlan:
 
     compute: the working copy that forward and backward passes read.
     accumulator: the buffer that sums gradients over a window.
-    masters: the weights that the optimizer updates; its moments have the same type.
+    masters: the weights that the optimizer updates.
     """
 
     compute: torch.dtype
@@ -41,7 +42,6 @@ class PrecisionPlan:
             copies["master weights"] = self.masters.itemsize
         if self.masters != self.accumulator:
             copies["gradients for the optimizer"] = self.masters.itemsize
-        copies["optimizer state"] = 2 * self.masters.itemsize
         return copies
 
 
@@ -54,12 +54,15 @@ def plan_precision(precision: Precision) -> PrecisionPlan:
     )
 
 
-def describe_memory(plan: PrecisionPlan, parameters: int) -> str:
-    """One line: what each copy of ``parameters`` adapter parameters costs."""
-    costs = plan.bytes_per_parameter()
-    parts = [f"{name} {bytes_text(size * parameters)}" for name, size in costs.items()]
-    total = bytes_text(sum(costs.values()) * parameters)
-    return f"{', '.join(parts)}; together {total}"
+def describe_memory(plan: PrecisionPlan, parameters: int, beside: Mapping[str, int]) -> str:
+    """One line: what each copy of ``parameters`` adapter parameters costs.
+
+    beside: bytes of what is kept beside the copies, by name.
+    """
+    costs = {name: size * parameters for name, size in plan.bytes_per_parameter().items()}
+    costs |= beside
+    parts = [f"{name} {bytes_text(size)}" for name, size in costs.items()]
+    return f"{', '.join(parts)}; together {bytes_text(sum(costs.values()))}"
 
 
 def lossy_warnings(plan: PrecisionPlan) -> list[str]:

@@ -28,7 +28,8 @@ from kubelora_trainer.export import Title, dtype_that_holds, export_diffusers, e
 from kubelora_trainer.export_gate import verify_export
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.material import Material, open_material
-from kubelora_trainer.optimizer import AdapterOptimizer, FlatAdamW
+from kubelora_trainer.optimizer import AdapterOptimizer
+from kubelora_trainer.optimizer_choice import open_optimizer, rate_warning
 from kubelora_trainer.order import plan_of
 from kubelora_trainer.output import (
     Manifest,
@@ -98,7 +99,7 @@ def _train_and_export(
     spec, name = run.job.spec, run.job.metadata.name
     precision = plan_precision(spec.precision)
     buffers = AdapterBuffers(material.factors, precision)
-    optimizer = FlatAdamW(buffers, spec.training.optimizer)
+    optimizer = open_optimizer(buffers, spec.training.optimizer)
     plan = plan_of(spec.training, material.objective.order)
     dataset = material.dataset
     categories = CategoryLosses([s.category for s in dataset.samples], material.base.device)
@@ -195,9 +196,11 @@ def _begin(
 ) -> RunPosition:
     """Resume or start afresh; check and print the start-up contract."""
     resumed = resume(folder, buffers, saved_parts, run.warn)
+    beside = {"optimizer state": optimizer.state_bytes}
     run.say(f"contract: {check_dtypes(buffers, optimizer)}")
-    run.say(f"memory of the adapter: {describe_memory(buffers.plan, buffers.numel)}")
-    for sentence in lossy_warnings(buffers.plan):
+    run.say(f"memory of the adapter: {describe_memory(buffers.plan, buffers.numel, beside)}")
+    doubtful = rate_warning(run.job.spec.training)
+    for sentence in [*lossy_warnings(buffers.plan), *([doubtful] if doubtful else [])]:
         run.warn(sentence)
     if resumed is None:
         if not run.job.spec.adapter.from_:

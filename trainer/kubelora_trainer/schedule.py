@@ -15,7 +15,7 @@ def learning_rate(training: Training, step: int, total_steps: int) -> float:
     half a cosine towards 0, which it would reach right after the last step.
     """
     schedule = training.schedule
-    peak = training.learning_rate
+    peak = training.peak_rate
     if step < schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
     if schedule.name == "constant":

@@ -25,13 +25,15 @@ def check_dtypes(buffers: AdapterBuffers, optimizer: AdapterOptimizer) -> str:
         "gradients": (_gradient_dtype(buffers.slots[0]), plan.accumulator),
         "master weights": (buffers.master_parameters[0].dtype, plan.masters),
     }
-    if optimizer.first_moment is not None:
-        found["optimizer state"] = (optimizer.first_moment.dtype, plan.masters)
     for what, (dtype, planned) in found.items():
         if dtype != planned:
             raise NumericalError(f"the {what} are {dtype}, but {planned} was asked for")
+    moment = optimizer.first_moment
+    if moment is not None and moment.itemsize < plan.masters.itemsize:
+        raise NumericalError(f"the optimizer's state is {moment.dtype}, below {plan.masters}")
     buffers.assert_bound()
-    return ", ".join(f"{what} {NAMES[planned]}" for what, (_, planned) in found.items())
+    told = [f"{what} {NAMES[planned]}" for what, (_, planned) in found.items()]
+    return ", ".join([*told, f"optimizer state {optimizer.state_text}"])
 
 
 def check_fresh_adapter(buffers: AdapterBuffers) -> None:

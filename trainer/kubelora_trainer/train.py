@@ -125,7 +125,7 @@ def take_step(parts: Parts, position: RunPosition) -> tuple[PendingNumbers, RunP
         step=position.step + 1,
         learning_rate=rate,
         samples=position.window_samples,
-        judge_updates=rate >= JUDGED_RATE_SHARE * parts.training.learning_rate,
+        judge_updates=rate >= JUDGED_RATE_SHARE * parts.training.peak_rate,
     )
     categories = parts.categories.take() if parts.categories else None
     pending = telemetry.pack(facts, position.window_loss, categories)

@@ -1,0 +1,137 @@
+"""Any optimizer of a library, on per-factor views of the flat masters.
+
+The libraries make their state in the first step, each in its own way, and none knows how to leave
+everything as it is when a gradient is not finite. Both is dealt with here: state is saved and taken
+over factor by factor, and a step whose gradient must not be used is not begun. To know that, the
+host waits for the device once per optimizer step (the fused AdamW alone decides on the device).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kubelora_api.schema import JsonObject
+from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.checkpoint_part import check_like
+
+
+@dataclass(frozen=True)
+class LibraryState:
+    """How a library keeps its state.
+
+    group: numbers of the parameter groups that change from step to step. constants: tensors that
+    never change. first, second: names of the moments, where they are kept element by element in
+    fp32. text: for people.
+    """
+
+    text: str
+    group: tuple[str, ...] = ()
+    constants: frozenset[str] = field(default_factory=frozenset)
+    first: str | None = None
+    second: str | None = None
+
+
+class LibraryOptimizer:
+    """``library`` over the masters of ``buffers``; see `AdapterOptimizer`.
+
+    library: made over the groups of `rate_groups`. state_bytes: memory of its whole state.
+    """
+
+    def __init__(
+        self,
+        buffers: AdapterBuffers,
+        library: torch.optim.Optimizer,
+        state: LibraryState,
+        state_bytes: int,
+    ) -> None:
+        self._buffers, self._library, self._state = buffers, library, state
+        self.state_text, self.state_bytes = state.text, state_bytes
+        self._moments: dict[str, Tensor] = {
+            name: torch.zeros(buffers.numel, dtype=torch.float32, device=buffers.masters.device)
+            for name in (state.first, state.second)
+            if name is not None
+        }
+        self._adopt_moments()
+
+    @property
+    def first_moment(self) -> Tensor | None:
+        """Momentum, flat; None where the library keeps none element by element."""
+        return self._moments.get(self._state.first or "")
+
+    @property
+    def second_moment(self) -> Tensor | None:
+        """Mean of squared gradients, flat; None where it is factored or in 8 bits."""
+        return self._moments.get(self._state.second or "")
+
+    def step(self, learning_rate: float, non_finite: Tensor) -> None:
+        """Update the masters and publish them; nothing at all where the gradient is not finite."""
+        if bool(non_finite):
+            return
+        self._buffers.hand_to_optimizer()
+        for group in self._library.param_groups:
+            group["lr"] = learning_rate * group["scale"]
+        self._library.step()
+        self._adopt_moments()
+        self._buffers.publish_masters()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The state of each factor as ``factor/name``; nothing before the first step."""
+        return {
+            f"{factor}/{name}": value
+            for factor, state in self._by_factor()
+            for name, value in state.items()
+            if isinstance(value, Tensor) and name not in self._state.constants
+        }
+
+    def scalars(self) -> JsonObject:
+        """Numbers of the factors and of the parameter groups."""
+        return {
+            "factors": {
+                factor: {n: v for n, v in state.items() if not isinstance(v, Tensor)}
+                for factor, state in self._by_factor()
+            },
+            "groups": [
+                {n: group[n] for n in self._state.group if n in group}
+                for group in self._library.param_groups
+            ],
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
+        """Take over what `tensors` and `scalars` gave. Raises ValueError where it can't fit."""
+        self._check(tensors, scalars)
+        for slot, master in zip(self._buffers.slots, self._buffers.master_parameters, strict=True):
+            state = self._library.state[master]
+            prefix = f"{slot.factor.name}/"
+            for name in [n for n in tensors if n.startswith(prefix)]:
+                state[name.removeprefix(prefix)] = tensors[name].to(master.device, copy=True)
+            state.update(scalars["factors"].get(slot.factor.name, {}))
+        for group, saved in zip(self._library.param_groups, scalars["groups"], strict=True):
+            group.update(saved)
+        self._adopt_moments()
+
+    def _check(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
+        present = self.tensors()
+        if present:
+            check_like(present, tensors)
+        known = {slot.factor.name for slot in self._buffers.slots}
+        odd = {name.rpartition("/")[0] for name in tensors} - known
+        if odd or len(scalars["groups"]) != len(self._library.param_groups):
+            raise ValueError(f"{sorted(odd)[0]} is not known" if odd else "other parameter groups")
+
+    def _by_factor(self) -> list[tuple[str, dict[str, object]]]:
+        masters = zip(self._buffers.slots, self._buffers.master_parameters, strict=True)
+        kept = self._library.state
+        return [(slot.factor.name, kept[master]) for slot, master in masters if kept.get(master)]
+
+    def _adopt_moments(self) -> None:
+        """Make the moments views of the flat buffers, once the library has made them."""
+        for name, flat in self._moments.items():
+            for slot, master in zip(
+                self._buffers.slots, self._buffers.master_parameters, strict=True
+            ):
+                state, view = self._library.state.get(master, {}), slot.of(flat)
+                if name in state and state[name].data_ptr() != view.data_ptr():
+                    view.copy_(state[name])
+                    state[name] = view
