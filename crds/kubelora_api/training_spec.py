@@ -4,32 +4,58 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from kubelora_api.schema import ApiModel, Rule
-from kubelora_api.values import FloatType
+from kubelora_api.schema import MAP_ATOMIC, ApiModel, Rule
+from kubelora_api.values import FloatType, PatternKeys
+
+
+def _only_for(name: str, field: str, attribute: str) -> Rule:
+    """``field`` may be set where ``name`` is the group's choice, and nowhere else."""
+    return Rule(
+        cel=f"!has(self.{field}) || self.name == '{name}'",
+        message=f"{field} is a setting of {name} alone: leave it out",
+        check=lambda group: getattr(group, attribute) is None or group.name == name,
+        at=field,
+    )
+
+
+ScheduleName = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"]
 
 
 class Schedule(ApiModel):
     """How the learning rate moves, counted in optimizer steps."""
 
-    name: Literal["constant", "cosine"] = Field(
-        "constant", description="constant (default) or cosine (to 0 at the last step)."
+    name: ScheduleName = Field(
+        "constant",
+        description="constant (default), linear, cosine, cosine_with_restarts or polynomial; all "
+        "but constant fall to 0 at the last step, polynomial to endFactor.",
     )
     warmup_steps: Annotated[int, Field(ge=0, le=10_000_000)] = Field(
         0,
         description="Optimizer steps over which the rate rises linearly from 0. Default 0.",
     )
+    cycles: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+        None,
+        description="Of cosine_with_restarts: how often the rate falls from its peak to 0. "
+        "Default 1.",
+    )
+    power: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        None,
+        description="Of polynomial: the rate falls as this power of what is left, above 0 to 100. "
+        "Default 1, a straight line.",
+    )
+    end_factor: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None,
+        description="Of polynomial: share of the peak rate that is reached at the last step, 0 "
+        "to below 1. Default 0.",
+    )
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        _only_for("cosine_with_restarts", "cycles", "cycles"),
+        _only_for("polynomial", "power", "power"),
+        _only_for("polynomial", "endFactor", "end_factor"),
+    )
 
 
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "prodigy", "lion"]
-
-
-def _only_for(optimizer: OptimizerName, field: str, attribute: str) -> Rule:
-    return Rule(
-        cel=f"!has(self.{field}) || self.name == '{optimizer}'",
-        message=f"{field} is a setting of {optimizer} alone: leave it out",
-        check=lambda o: getattr(o, attribute) is None or o.name == optimizer,
-        at=field,
-    )
 
 
 class Optimizer(ApiModel):
@@ -106,6 +132,26 @@ class Optimizer(ApiModel):
     )
 
 
+class Average(ApiModel):
+    """A moving average of the weights (EMA), smoother than the weights themselves."""
+
+    enabled: bool = Field(
+        False,
+        description="true keeps the average, and samples and exported files are made of it. "
+        "Default false.",
+    )
+    decay: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.999,
+        description="Share of the old average that each optimizer step keeps, above 0 to below 1. "
+        "Default 0.999.",
+    )
+    warmup: bool = Field(
+        True,
+        description="true (default) lets the decay grow with the steps done, (1 + n) / (10 + n), "
+        "so that the first weights are soon forgotten.",
+    )
+
+
 class Training(ApiModel):
     """How long and how fast to train."""
 
@@ -126,8 +172,26 @@ class Training(ApiModel):
         description="Peak learning rate, above 0 to 10. Default 1e-4. prodigy multiplies the rate "
         "it finds by this: default 1.",
     )
+    learning_rates: Annotated[
+        dict[str, Annotated[float, Field(gt=0, le=10)]],
+        Field(max_length=64),
+        MAP_ATOMIC,
+        PatternKeys,
+    ] = Field(
+        default_factory=dict,
+        description="Peak learning rate by factor: keys are regular expressions matched against "
+        "the end of a factor's name (its layer's, then .lora_A or .lora_B), such as "
+        "text_encoder.*, mid_block.* or .*to_k.lora_B; the first that matches wins over "
+        "learningRate. All follow the schedule. Default: none, at most 64.",
+    )
+    lora_plus_ratio: Annotated[float, Field(gt=0, le=1000)] = Field(
+        1.0,
+        description="The rate of every lora_B is multiplied by this (LoRA+), above 0 to 1000. "
+        "Default 1; LoRA+ recommends about 16.",
+    )
     schedule: Schedule = Field(default_factory=Schedule)
     optimizer: Optimizer = Field(default_factory=Optimizer)
+    ema: Average = Field(default_factory=Average)
     max_grad_norm: Annotated[float, Field(ge=0, le=1e6)] = Field(
         1.0, description="Gradients are clipped to this norm; 0 turns clipping off. Default 1."
     )
@@ -160,6 +224,19 @@ class Training(ApiModel):
             message="set exactly one of steps and epochs",
             check=lambda t: (t.steps is None) != (t.epochs is None),
             at="steps",
+        ),
+        Rule(
+            cel="self.optimizer.name != 'prodigy' || !has(self.learningRates) || "
+            "size(self.learningRates) == 0",
+            message="prodigy finds one rate for all factors: leave learningRates out",
+            check=lambda t: t.optimizer.name != "prodigy" or not t.learning_rates,
+            at="learningRates",
+        ),
+        Rule(
+            cel="self.optimizer.name != 'prodigy' || self.loraPlusRatio == 1.0",
+            message="prodigy finds one rate for all factors: leave loraPlusRatio out",
+            check=lambda t: t.optimizer.name != "prodigy" or t.lora_plus_ratio == 1,
+            at="loraPlusRatio",
         ),
     )
 

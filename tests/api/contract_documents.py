@@ -104,6 +104,49 @@ WRONG: tuple[Wrong, ...] = (
         {"name": "adamw", "beta2": 1},
         "spec.training.optimizer.beta2",
     ),
+    Wrong(
+        "cycles of a cosine without restarts",
+        "spec/training/schedule",
+        {"name": "cosine", "cycles": 2},
+        "spec.training.schedule.cycles",
+    ),
+    Wrong(
+        "a power of a line",
+        "spec/training/schedule",
+        {"name": "linear", "power": 2},
+        "spec.training.schedule.power",
+    ),
+    Wrong(
+        "an end above the peak",
+        "spec/training/schedule",
+        {"name": "polynomial", "endFactor": 1.5},
+        "spec.training.schedule.endFactor",
+    ),
+    Wrong(
+        "a rate for a bad pattern",
+        "spec/training/learningRates",
+        {"[": 1e-4},
+        "spec.training.learningRates",
+    ),
+    Wrong(
+        "a rate of 0 for a pattern",
+        "spec/training/learningRates",
+        {"mid.*": 0},
+        "spec.training.learningRates",
+    ),
+    Wrong(
+        "two rates for prodigy",
+        "spec/training",
+        {"steps": 1, "optimizer": {"name": "prodigy"}, "learningRates": {"mid.*": 0.5}},
+        "spec.training.learningRates",
+    ),
+    Wrong(
+        "LoRA+ for prodigy",
+        "spec/training",
+        {"steps": 1, "optimizer": {"name": "prodigy"}, "loraPlusRatio": 16},
+        "spec.training.loraPlusRatio",
+    ),
+    Wrong("a decay of 1", "spec/training/ema", {"decay": 1}, "spec.training.ema.decay"),
     Wrong("unknown optimizer", "spec/training/optimizer", {"name": "adam"}, "optimizer.name"),
     Wrong(
         "an eps for lion",
@@ -302,6 +345,21 @@ RIGHT: dict[str, Document] = {
                 "safeguardWarmup": True,
                 "weightDecay": 0.01,
             },
+        },
+    ),
+    "a schedule with restarts": changed(
+        "spec/training/schedule", {"name": "cosine_with_restarts", "cycles": 3, "warmupSteps": 9}
+    ),
+    "a polynomial schedule": changed(
+        "spec/training/schedule", {"name": "polynomial", "power": 2, "endFactor": 0.1}
+    ),
+    "rates by factor, LoRA+ and an average": changed(
+        "spec/training",
+        {
+            "steps": 100,
+            "learningRates": {r"text_encoder.*": 5e-5, r".*to_k\.lora_B": 1e-3},
+            "loraPlusRatio": 16,
+            "ema": {"enabled": True, "decay": 0.9999, "warmup": False},
         },
     ),
     "adafactor": changed(

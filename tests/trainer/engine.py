@@ -18,6 +18,8 @@ from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint, resume, save_checkpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.learning_rates import rate_scales
+from kubelora_trainer.moving_average import open_average
 from kubelora_trainer.optimizer_choice import open_optimizer
 from kubelora_trainer.order import Plan
 from kubelora_trainer.output import Manifest, OutputFolder, claim_output
@@ -103,8 +105,13 @@ class Engine:
         self.factors = tiny_factors()
         self.buffers = AdapterBuffers(self.factors, precision)
         spec: Training = self.job.spec.training
-        self.optimizer = open_optimizer(self.buffers, spec.optimizer)
+        self.optimizer = open_optimizer(
+            self.buffers, spec.optimizer, rate_scales(self.buffers.slots, spec)
+        )
+        self.average = open_average(self.buffers, spec.ema)
         self.saved_parts: dict[str, CheckpointPart] = {"optimizer": self.optimizer}
+        if self.average:
+            self.saved_parts["average"] = self.average
         self.resumed = resume(self.folder, self.buffers, self.saved_parts, self.warnings.append)
         self.position = self.resumed[0] if self.resumed else RunPosition()
         steps = spec.steps or 1
@@ -131,6 +138,7 @@ class Engine:
             optimizer=self.optimizer,
             telemetry=GradientTelemetry(self.buffers, self.optimizer.first_moment),
             reporter=self.reporter,
+            average=self.average,
         )
         self.saved: list[SavedCheckpoint] = []
 

@@ -9,7 +9,8 @@ true shapes for the optimizer.
 Slots are ordered by group (``down.lora_A``), so that a group is one contiguous range.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -137,6 +138,20 @@ class AdapterBuffers:
         """Copy the masters into the working copy, rounding to its type."""
         if self.working is not self.masters:
             self.working.copy_(self.masters)
+
+    def by_factor(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of ``flat``, which is laid out like the masters, by the factors' names."""
+        return {slot.factor.name: slot.of(flat) for slot in self.slots}
+
+    @contextmanager
+    def showing(self, weights: Tensor) -> Iterator[None]:
+        """Let the model compute with other ``weights`` (flat), and put its own back to the bit."""
+        own = self.working.clone()
+        self.working.copy_(weights)
+        try:
+            yield
+        finally:
+            self.working.copy_(own)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """What a checkpoint needs: the masters, and the sum of the unfinished window."""

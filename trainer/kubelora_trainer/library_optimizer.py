@@ -65,6 +65,11 @@ class LibraryOptimizer:
         """Mean of squared gradients, flat; None where it is factored or in 8 bits."""
         return self._moments.get(self._state.second or "")
 
+    @property
+    def own_rate(self) -> float:
+        """The rate that the library found (Prodigy's d), where it looks for one."""
+        return float(self._library.param_groups[0].get("d", 1.0))
+
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them; nothing at all where the gradient is not finite."""
         if bool(non_finite):

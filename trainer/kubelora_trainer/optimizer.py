@@ -30,6 +30,10 @@ class AdapterOptimizer(Protocol):
         """Mean of squared gradients, flat like the masters; None where it is not kept so."""
 
     @property
+    def own_rate(self) -> float:
+        """What the optimizer itself multiplies the schedule's rate by: 1, but for Prodigy."""
+
+    @property
     def state_text(self) -> str:
         """In which form the state is, for people."""
 
@@ -63,6 +67,8 @@ class FlatAdamW:
     kernel, so the host need not wait to know.
     scales: what the learning rate of each factor is multiplied by, in slot order.
     """
+
+    own_rate = 1.0
 
     def __init__(
         self, buffers: AdapterBuffers, spec: OptimizerSpec, scales: Sequence[float] | None = None

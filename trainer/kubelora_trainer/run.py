@@ -27,7 +27,9 @@ from kubelora_trainer.export import DTYPES as EXPORT_DTYPES
 from kubelora_trainer.export import Title, dtype_that_holds, export_diffusers, export_kohya
 from kubelora_trainer.export_gate import verify_export
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.learning_rates import rate_scales
 from kubelora_trainer.material import Material, open_material
+from kubelora_trainer.moving_average import open_average
 from kubelora_trainer.optimizer import AdapterOptimizer
 from kubelora_trainer.optimizer_choice import open_optimizer, rate_warning
 from kubelora_trainer.order import plan_of
@@ -99,11 +101,16 @@ def _train_and_export(
     spec, name = run.job.spec, run.job.metadata.name
     precision = plan_precision(spec.precision)
     buffers = AdapterBuffers(material.factors, precision)
-    optimizer = open_optimizer(buffers, spec.training.optimizer)
+    scales = rate_scales(buffers.slots, spec.training)
+    optimizer = open_optimizer(buffers, spec.training.optimizer, scales)
+    average = open_average(buffers, spec.training.ema)
     plan = plan_of(spec.training, material.objective.order)
     dataset = material.dataset
     categories = CategoryLosses([s.category for s in dataset.samples], material.base.device)
     saved_parts: dict[str, CheckpointPart] = {"optimizer": optimizer, "categories": categories}
+    if average:
+        saved_parts["average"] = average
+    results = average.weights if average else buffers.masters
     position = _begin(run, folder, buffers, optimizer, saved_parts)
     metrics.plan_steps(position.step, plan.optimizer_steps)
     exporter.report = exporter.report.model_copy(
@@ -131,6 +138,7 @@ def _train_and_export(
             optimizer=optimizer,
             telemetry=GradientTelemetry(buffers, optimizer.first_moment),
             reporter=reporter,
+            average=average,
             categories=categories,
         )
 
@@ -149,7 +157,8 @@ def _train_and_export(
         def samples(reached: RunPosition) -> None:
             every = spec.validation.every_steps
             if every and reached.step % every == 0 and reached.step < plan.optimizer_steps:
-                _draw(run, folder, material, reached.step)
+                with buffers.showing(results):
+                    _draw(run, folder, material, reached.step)
 
         position = train(
             parts,
@@ -163,8 +172,9 @@ def _train_and_export(
             checkpoint(position)
     _leave_if_asked(run, position.step, plan.optimizer_steps)
     reporter.phase("Exporting")
-    artifacts = _export(folder, material, buffers, run.warn)
-    _draw(run, folder, material, position.step)
+    with buffers.showing(results):
+        artifacts = _export(folder, material, buffers.by_factor(results), run.warn)
+        _draw(run, folder, material, position.step)
     _leave_if_asked(run, position.step, plan.optimizer_steps)
     log = run_log.finish()
     artifacts.append(artifact_of(folder, log))
@@ -197,6 +207,8 @@ def _begin(
     """Resume or start afresh; check and print the start-up contract."""
     resumed = resume(folder, buffers, saved_parts, run.warn)
     beside = {"optimizer state": optimizer.state_bytes}
+    if "average" in saved_parts:
+        beside["average"] = 4 * buffers.numel
     run.say(f"contract: {check_dtypes(buffers, optimizer)}")
     run.say(f"memory of the adapter: {describe_memory(buffers.plan, buffers.numel, beside)}")
     doubtful = rate_warning(run.job.spec.training)
@@ -238,13 +250,13 @@ def _serve(run: Run, folder: OutputFolder, registry: CollectorRegistry) -> Expor
 def _export(
     folder: OutputFolder,
     material: Material,
-    buffers: AdapterBuffers,
+    weights: Mapping[str, torch.Tensor],
     warn: Callable[[str], None],
 ) -> list[Artifact]:
-    """Write the adapter from the masters, load it as a user would, and compare."""
+    """Write the adapter from ``weights`` (by factor), load it as a user would, and compare."""
     folder.assert_ours()
     spec, base = folder.job.spec, material.base
-    layers = trained_layers(material.modules, _masters_of(material.modules, buffers))
+    layers = trained_layers(material.modules, _pairs_of(material.modules, weights))
     wanted = EXPORT_DTYPES[spec.output.dtype]
     dtype = dtype_that_holds(layers, wanted)
     if dtype != wanted:
@@ -272,12 +284,11 @@ def _export(
     return [artifact_of(folder, file.path) for file in exported]
 
 
-def _masters_of(
-    modules: tuple[AdapterModule, ...], buffers: AdapterBuffers
+def _pairs_of(
+    modules: tuple[AdapterModule, ...], weights: Mapping[str, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Masters of (lora_A, lora_B) of each module, in the modules' order."""
-    by_name = {slot.factor.name: slot.of(buffers.masters) for slot in buffers.slots}
-    return [(by_name[f"{m.name}.lora_A"], by_name[f"{m.name}.lora_B"]) for m in modules]
+    """(lora_A, lora_B) of each module, in the modules' order."""
+    return [(weights[f"{m.name}.lora_A"], weights[f"{m.name}.lora_B"]) for m in modules]
 
 
 def _draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None:

@@ -14,6 +14,7 @@ from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.category_losses import CategoryLosses
 from kubelora_trainer.checkpoint import RunPosition
+from kubelora_trainer.moving_average import MovingAverage
 from kubelora_trainer.optimizer import AdapterOptimizer, clip_coefficient
 from kubelora_trainer.order import Plan
 from kubelora_trainer.reporting import PolicyFailure, Reporter
@@ -49,6 +50,7 @@ class Parts:
     optimizer: AdapterOptimizer
     telemetry: GradientTelemetry
     reporter: Reporter
+    average: MovingAverage | None = None
     categories: CategoryLosses | None = None
 
 
@@ -118,8 +120,11 @@ def take_step(parts: Parts, position: RunPosition) -> tuple[PendingNumbers, RunP
     norm = telemetry.measure_gradient()
     buffers.scale(clip_coefficient(norm, parts.training.max_grad_norm))
     telemetry.updates.begin()
-    parts.optimizer.step(rate, non_finite=(~torch.isfinite(norm)).float())
+    non_finite = (~torch.isfinite(norm)).float()
+    parts.optimizer.step(rate, non_finite)
     telemetry.updates.end()
+    if parts.average:
+        parts.average.update(position.step, non_finite)
     buffers.zero_gradient()
     facts = StepFacts(
         step=position.step + 1,
