@@ -25,11 +25,18 @@ from kubelora_api.values import (
 
 
 class Model(ApiModel):
-    """The base model to adapt: an SDXL pipeline in diffusers layout."""
+    """The base model to adapt: an SDXL pipeline in diffusers layout, or one file of weights."""
 
     uri: InputPlace = Field(
         description="Where the pipeline is: hf://org/repo[@revision], pvc://claim/path or "
-        "s3://bucket/prefix."
+        "s3://bucket/prefix; or one .safetensors file in SDXL's original layout, on a claim or "
+        "alone in its folder."
+    )
+    config: InputPlace | None = Field(
+        None,
+        description="For a single-file model: the pipeline whose configurations and tokenizers it "
+        "has; of hf:// only those small files are fetched. Default "
+        "hf://stabilityai/stable-diffusion-xl-base-1.0.",
     )
     variant: Annotated[str, Field(min_length=1, max_length=32)] | None = Field(
         None, description="Variant of the weight files, such as fp16. Default: the plain files."

@@ -49,7 +49,14 @@ def build_pod_spec(
 def claims_of(spec: JobSpec) -> dict[str, bool]:
     """Claims that the job's URIs name, by name, and whether the job only reads them."""
     extra = [source.uri for source in spec.dataset.extra_sources]
-    inputs = [spec.model.uri, spec.model.vae, spec.adapter.from_, spec.dataset.uri, *extra]
+    inputs = [
+        spec.model.uri,
+        spec.model.config,
+        spec.model.vae,
+        spec.adapter.from_,
+        spec.dataset.uri,
+        *extra,
+    ]
     claims = {p.root: True for uri in inputs if uri and (p := parse_place(uri)).scheme == "pvc"}
     for uri in (spec.output.uri, spec.dataset.cache):
         if uri and (place := parse_place(uri)).scheme == "pvc":

@@ -64,6 +64,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("bad target", "spec/adapter/targetPatterns", ["to_(q"], "spec.adapter.targetPatterns"),
     Wrong("empty target", "spec/adapter/targetPatterns", [""], "spec.adapter.targetPatterns"),
     Wrong("dropout of all", "spec/adapter/dropout", 1.0, "spec.adapter.dropout"),
+    Wrong("a config by ftp", "spec/model/config", "ftp://host/sdxl", "spec.model.config"),
     Wrong("unknown prediction", "spec/model/predictionType", "x0", "spec.model.predictionType"),
     Wrong(
         "zero terminal SNR with epsilon",
@@ -374,6 +375,10 @@ RIGHT: dict[str, Document] = {
         {"uri": "pvc://m/sdxl", "predictionType": "v_prediction", "zeroTerminalSnr": True},
     ),
     "zero terminal SNR, as the model predicts": changed("spec/model/zeroTerminalSnr", True),
+    "a single file": changed(
+        "spec/model",
+        {"uri": "pvc://models/sdxl.safetensors", "config": "pvc://models/sdxl-base"},
+    ),
     "a warm start": changed("spec/adapter/from", "pvc://adapters/may/adapter/may.safetensors"),
     "convolutions": changed("spec/adapter/targets", "all"),
     "target patterns": changed("spec/adapter/targetPatterns", [r"attn2\.to_[kv]", "conv1"]),

@@ -84,7 +84,7 @@ def test_missing_and_empty_folders_and_single_files_are_told_apart(tmp_path: Pat
         "none": "does not exist",
         "empty": "is empty",
         "photos": "no model_index.json",
-        "model.safetensors": "is a file.*must be converted first",
+        "model.safetensors": "is a file where the folder of a pipeline is needed",
         "model.ckpt": "is a pickled checkpoint, which can run code",
         "model.pt": "is a pickled checkpoint",
         "model.bin": "is a pickled checkpoint",

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from kubelora_trainer.errors import ConfigurationError
 
-Content = Literal["model", "vae", "dataset", "adapter"]
+Content = Literal["model", "configuration", "vae", "dataset", "adapter"]
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 MODEL_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
@@ -27,6 +27,10 @@ def wanted_files(content: Content, variant: str | None) -> list[str] | None:
         return None
     if content == "adapter":
         return ["*.safetensors"]
+    if content == "configuration":
+        return ["model_index.json", "scheduler/*.json", "tokenizer/*", "tokenizer_2/*"] + [
+            f"{part}/config.json" for part in MODEL_PARTS
+        ]
     weights = [name for stem in WEIGHT_STEMS for name in _weight_names(stem, variant)]
     if content == "vae":
         plain = list(_weight_names("diffusion_pytorch_model", None))

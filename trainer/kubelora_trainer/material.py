@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kubelora_api.names import OutputPath
-from kubelora_api.spec import JobSpec
+from kubelora_api.spec import JobSpec, Model
 from kubelora_trainer.adapter import AdapterModule, add_adapter
 from kubelora_trainer.atomic_files import writing_to
 from kubelora_trainer.base_model import BaseModel, load_base_model
@@ -21,14 +21,19 @@ from kubelora_trainer.counting import counting
 from kubelora_trainer.data_cache import NO_CACHE, open_cache
 from kubelora_trainer.dataset import Dataset, open_dataset
 from kubelora_trainer.diffusion import SdxlObjective
+from kubelora_trainer.downloads import cache_directory
 from kubelora_trainer.errors import ConfigurationError, Interrupted
 from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.places import resolve_input, resolve_output
 from kubelora_trainer.precision import DTYPES
 from kubelora_trainer.preflight_report import PreflightReport, report_text, write_report
+from kubelora_trainer.single_file import single_file_of, unpack
 from kubelora_trainer.sources import open_extra_sources, open_folder
 from kubelora_trainer.threads import cpu_quota, thread_count, usable_cores
 from kubelora_trainer.warm_start import warm_start
+
+DEFAULT_CONFIG = "hf://stabilityai/stable-diffusion-xl-base-1.0"
+"""Lends configurations and tokenizers to single-file models."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,7 @@ def open_material(
     ConfigurationError for whatever is missing, damaged or of another kind.
     """
     device = choose_device(spec, torch.cuda.is_available())
-    model_folder = resolve_input(
-        spec.model.uri, mounts, content="model", variant=spec.model.variant
-    )
+    model_folder = _model_folder(spec.model, mounts, say)
     vae = resolve_input(spec.model.vae, mounts, content="vae") if spec.model.vae else None
 
     def publish(report: PreflightReport) -> None:
@@ -113,6 +116,16 @@ def open_material(
     if spec.dataset.cache:
         cache = open_cache(resolve_output(spec.dataset.cache, mounts), base, dataset, say)
     return Material(base, modules, dataset, SdxlObjective(base, dataset, spec, cache))
+
+
+def _model_folder(model: Model, mounts: Mapping[str, Path], say: Callable[[str], None]) -> Path:
+    """The pipeline's folder; a single-file checkpoint is unpacked to one."""
+    place = resolve_input(model.uri, mounts, content="model", variant=model.variant)
+    file = single_file_of(place)
+    if file is None:
+        return place
+    lender = resolve_input(model.config or DEFAULT_CONFIG, mounts, content="configuration")
+    return unpack(file, lender, cache_directory(), say)
 
 
 def choose_device(spec: JobSpec, cuda: bool) -> torch.device:

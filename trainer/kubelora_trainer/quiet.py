@@ -13,11 +13,13 @@ def quiet_libraries() -> Iterator[None]:
     bar_on = transformers_logging.is_progress_bar_enabled()
     levels = (transformers_logging.get_verbosity(), diffusers_logging.get_verbosity())
     transformers_logging.disable_progress_bar()
+    diffusers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     diffusers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        diffusers_logging.enable_progress_bar()
         if bar_on:
             transformers_logging.enable_progress_bar()
         transformers_logging.set_verbosity(levels[0])
