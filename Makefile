@@ -48,6 +48,14 @@ dev: $(VENV)/.dev ## Install all that development needs into .venv
 test: dev ## Run every tier that this machine can run
 	@$(PY) -m tests.tiers $(TIERS)
 
+.PHONY: numerics
+numerics: dev ## The fault benchmark: every fault, and each healthy configuration once
+	@OMP_NUM_THREADS=1 $(PY) -m tests.numerics
+
+.PHONY: numerics-full
+numerics-full: dev ## Every fault, and 20 seeds of each healthy configuration; goes on where it was ended
+	@OMP_NUM_THREADS=1 $(PY) -m tests.numerics --seeds 20 --record build/numerics.jsonl
+
 .PHONY: cluster-up
 cluster-up: $(VENV)/.trainer ## Start a real one-node Kubernetes here (root, Go); prints the KUBECONFIG to export
 	@$(PY) -m tests.cluster.harness up

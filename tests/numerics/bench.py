@@ -1,0 +1,210 @@
+"""Runs one job of the tiny model through `run_job`, with one part of it wrong or none.
+
+The job goes the whole way of a real run: its document, output folder, model, data, buffers,
+telemetry, watchdog, checkpoints. Three functions are replaced from outside: the model is copied
+from the one in memory, the loop gets the parts after the injection, and what follows the last step
+(export) is left out.
+"""
+
+import io
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import patch
+
+from rich.console import Console
+
+from kubelora_api.documents import parse_job
+from kubelora_api.job import LoraTrainingJob
+from kubelora_trainer import material, run
+from kubelora_trainer.checkpoint import RunPosition
+from kubelora_trainer.errors import Interrupted, NumericalError, RunEnded
+from kubelora_trainer.run_context import RunOptions
+from kubelora_trainer.step_numbers import StepNumbers
+from kubelora_trainer.stop_request import StopRequest
+from kubelora_trainer.train import Parts, train
+from tests.numerics.scene import Photographs, Scene
+
+CONTRACT = "StartupContract"
+"""Name under which a broken start-up contract counts as a finding."""
+
+Injection = Callable[[Parts], Parts]
+Document = Mapping[str, Mapping[str, object]]
+
+
+def sound(parts: Parts) -> Parts:
+    """Nothing is wrong."""
+    return parts
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A job that differs from the plain one in a few fields.
+
+    spec: groups of the spec with the fields that differ. runs: how often the job is started, each
+    start going on from the checkpoint that the one before it left.
+    """
+
+    spec: Document = field(default_factory=dict)
+    photographs: Photographs = field(default_factory=Photographs)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A finding as it stood when it was first seen. step: of detection."""
+
+    step: int
+    severity: str
+    group: str | None
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a run showed.
+
+    steps: optimizer steps done. findings: by name. error: what ended the run, if anything did.
+    numbers: of every step.
+    """
+
+    steps: int
+    findings: Mapping[str, Seen]
+    error: str | None
+    numbers: tuple[StepNumbers, ...]
+
+    @property
+    def critical(self) -> frozenset[str]:
+        """Names of the critical findings."""
+        return frozenset(n for n, seen in self.findings.items() if seen.severity == "critical")
+
+
+PLAIN: Document = {
+    "adapter": {"rank": 4},
+    "training": {
+        "steps": 14,
+        "gradientAccumulation": 2,
+        "learningRate": 1e-4,
+        "device": "cpu",
+    },
+    "workers": {"gpusPerNode": 0},
+    "checkpoint": {"everySteps": 10_000},
+}
+"""The job that every row varies: the defaults of the product, and few of everything."""
+
+
+def document(
+    scene: Scene, configuration: Configuration, seed: int, output: Path
+) -> LoraTrainingJob:
+    """The job of a configuration and a seed."""
+    groups = {**PLAIN, **configuration.spec}
+    spec = {name: {**PLAIN.get(name, {}), **groups[name]} for name in groups}
+    photographs = str(scene.photographs(configuration.photographs))
+    spec["model"] = {"uri": str(scene.model), **spec.get("model", {})}
+    spec["dataset"] = {"uri": photographs, "resolution": 64, **spec.get("dataset", {})}
+    spec["training"] = {**spec["training"], "seed": seed}
+    spec["output"] = {"uri": str(output)}
+    return parse_job(
+        {
+            "apiVersion": "kubelora.dev/v1alpha1",
+            "kind": "LoraTrainingJob",
+            "metadata": {"name": "bench"},
+            "spec": spec,
+        },
+        local=True,
+    )
+
+
+class _Trained(Interrupted):
+    """The last step is done; nothing after it is of interest."""
+
+
+@dataclass
+class _Witness:
+    """Looks at the watchdog whenever the reporter has read a step's numbers."""
+
+    findings: dict[str, Seen] = field(default_factory=dict)
+    numbers: list[StepNumbers] = field(default_factory=list)
+
+    def attend(self, parts: Parts) -> None:
+        reporter = parts.reporter
+        drain, expect = reporter.drain, reporter.expect
+
+        def witnessed_expect(pending: "object") -> None:
+            read = pending.read  # type: ignore[attr-defined]
+
+            def witnessed_read() -> StepNumbers:
+                numbers: StepNumbers = read()
+                self.numbers.append(numbers)
+                return numbers
+
+            pending.read = witnessed_read  # type: ignore[attr-defined]
+            expect(pending)  # type: ignore[arg-type]
+
+        def witnessed_drain() -> None:
+            try:
+                drain()
+            finally:
+                self.note(parts)
+
+        reporter.drain = witnessed_drain  # type: ignore[method-assign]
+        reporter.expect = witnessed_expect  # type: ignore[method-assign]
+
+    def note(self, parts: Parts) -> None:
+        step = self.numbers[-1].step if self.numbers else 0
+        for name, finding in parts.reporter.watch.found.items():
+            seen = Seen(step, finding.severity, finding.group, finding.value)
+            self.findings.setdefault(name, seen)
+
+
+def observe_run(
+    scene: Scene,
+    configuration: Configuration,
+    seed: int,
+    output: Path,
+    injection: Injection = sound,
+) -> Observation:
+    """Run the job to its last step, or to what ends it."""
+    shutil.rmtree(output, ignore_errors=True)
+    return continue_run(scene, configuration, seed, output, injection)
+
+
+def continue_run(
+    scene: Scene,
+    configuration: Configuration,
+    seed: int,
+    output: Path,
+    injection: Injection = sound,
+) -> Observation:
+    """As ``observe_run``, from the newest checkpoint in ``output``, if there is one."""
+    job = document(scene, configuration, seed, output)
+    witness = _Witness()
+
+    def broken_train(parts: Parts, position: RunPosition, **rest: object) -> RunPosition:
+        parts = injection(parts)
+        witness.attend(parts)
+        train(parts, position, **rest)  # type: ignore[arg-type]
+        raise _Trained("trained")
+
+    options = RunOptions(
+        mounts={}, metrics_port=0, attempt=None, termination_log=None, resume_command=""
+    )
+    error = None
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(material, "load_base_model", scene.load_base))
+        stack.enter_context(patch.object(material, "caption_limits", scene.caption_limits))
+        stack.enter_context(patch.object(run, "train", broken_train))
+        try:
+            run.run_job(job, options, StopRequest(), Console(file=io.StringIO()))
+        except _Trained:
+            pass
+        except NumericalError as ended:
+            error = str(ended)
+            step = witness.numbers[-1].step if witness.numbers else 1
+            if not any(f.severity == "critical" for f in witness.findings.values()):
+                witness.findings[CONTRACT] = Seen(step, "critical", None, None)
+        except RunEnded as ended:
+            raise AssertionError(f"the bench's own job is wrong: {ended}") from ended
+    steps = witness.numbers[-1].step if witness.numbers else 0
+    return Observation(steps, witness.findings, error, tuple(witness.numbers))

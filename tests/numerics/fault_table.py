@@ -1,0 +1,205 @@
+"""The faults of the benchmark: what is wrong, which finding must name it, and by which step.
+
+Numbers are those of docs/numerics.md. A limit in steps is the fault's first step, plus the
+finding's window, plus what the fault needs to show: no more.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.numerics import injections as broken
+from tests.numerics.bench import (
+    CONTRACT,
+    Configuration,
+    Document,
+    Injection,
+    Observation,
+    observe_run,
+    sound,
+)
+from tests.numerics.scene import Photographs, Scene
+
+Observe = Callable[[Scene, int, Path], Observation]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row.
+
+    number: of the fault; several rows may show one. expected: finding that must appear, at
+    ``limit`` at the latest. also: other critical findings that are right, too.
+    """
+
+    number: int
+    name: str
+    expected: str
+    limit: int
+    observe: Observe
+    also: frozenset[str] = frozenset()
+
+
+def run_with(
+    injection: Injection = sound,
+    *,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    photographs: Photographs | None = None,
+    **spec: dict[str, object],
+) -> Observe:
+    """A run of the plain job with ``spec``'s fields and an injection."""
+
+    def observe(scene: Scene, seed: int, output: Path) -> Observation:
+        configuration = Configuration(spec, photographs or Photographs())
+        with around():
+            return observe_run(scene, configuration, seed, output, injection)
+
+    return observe
+
+
+LOSSY: Document = {
+    "accumulator": {"accumulator": "bf16", "allowLossyPrecision": True},
+    "masters": {"masterWeights": "bf16", "allowLossyPrecision": True},
+    "both": {"accumulator": "bf16", "masterWeights": "bf16", "allowLossyPrecision": True},
+}
+ONE = Photographs(count=1)
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        1,
+        "bf16 accumulator, 256 coherent micro-batches",
+        "AccumulationError",
+        8,
+        run_with(
+            broken.coherent,
+            photographs=ONE,
+            precision=dict(LOSSY["accumulator"]),
+            training={"steps": 8, "gradientAccumulation": 256},
+            dataset={"crop": "center"},
+        ),
+        frozenset({"GradientAbsorbed"}),
+    ),
+    *(
+        Fault(
+            3,
+            f"1000-fold term in a bf16 buffer, added {'last' if last else 'first'}",
+            "GradientAbsorbed",
+            9,
+            run_with(
+                broken.dominant_term(last),
+                precision=dict(LOSSY["accumulator"]),
+                training={"gradientAccumulation": 4},
+            ),
+            frozenset({"AccumulationError", "LossDiverged"}),
+        )
+        for last in (False, True)
+    ),
+    Fault(
+        4,
+        "bf16 weights and accumulator, rate 1e-5",
+        "UpdatesLost",
+        9,
+        run_with(precision=dict(LOSSY["both"]), training={"learningRate": 1e-5}),
+    ),
+    Fault(
+        5,
+        "bf16 weights, fp32 accumulator, rate 1e-5",
+        "UpdatesLost",
+        9,
+        run_with(precision=dict(LOSSY["masters"]), training={"learningRate": 1e-5}),
+    ),
+    Fault(
+        6,
+        "second moment in bf16, gradients drop",
+        "OptimizerStuck",
+        20,
+        run_with(
+            lambda parts: broken.second_moment_in(torch.bfloat16)(
+                broken.scaled_loss(0.03, from_step=8)(parts)
+            ),
+            training={"steps": 24},
+        ),
+    ),
+    Fault(
+        8,
+        "fp32 gradients cast to fp16",
+        "GradientUnderflow",
+        9,
+        run_with(broken.gradients_through(torch.float16)),
+    ),
+    Fault(
+        10,
+        "Adam's eps 1e-4",
+        "UpdatesDamped",
+        12,
+        run_with(training={"optimizer": {"name": "adamw", "eps": 1e-4}}),
+    ),
+    *(
+        Fault(11, f"{name} in one micro-batch", "GradientNonFinite", 6, run_with(injection))
+        for name, injection in (
+            ("NaN", broken.non_finite(broken.NAN, step=5)),
+            ("Inf", broken.non_finite(broken.INF, step=5)),
+        )
+    ),
+    Fault(12, "accumulator never zeroed", "GradientImbalance", 9, run_with(broken.never_zeroed)),
+    Fault(
+        13,
+        "one micro-step lost in lora_A",
+        "GradientImbalance",
+        9,
+        run_with(broken.lost_micro_step, training={"gradientAccumulation": 4}),
+    ),
+    Fault(
+        14,
+        "lora_A divided twice by the accumulation count",
+        "GradientImbalance",
+        9,
+        run_with(broken.divided_twice, training={"gradientAccumulation": 4}),
+    ),
+    Fault(15, "module detached from the start", CONTRACT, 1, run_with(broken.detached(1))),
+    Fault(
+        15,
+        "module detached on the way",
+        "DeadModules",
+        18,
+        run_with(broken.detached(5), training={"steps": 20}),
+    ),
+    Fault(
+        16,
+        "one backward pass for a window's losses",
+        "BackwardPassesMissing",
+        9,
+        run_with(broken.one_backward_per_window(3), training={"gradientAccumulation": 4}),
+    ),
+    Fault(
+        17,
+        "learning rate 0 by a schedule bug",
+        "LearningRateZero",
+        14,
+        run_with(
+            around=lambda: broken.schedule(lambda step, rate: 0.0 if step > 4 else rate),
+            training={"steps": 24},
+        ),
+    ),
+    Fault(
+        18,
+        "learning rate explodes",
+        "LossDiverged",
+        30,
+        run_with(
+            around=lambda: broken.schedule(lambda step, rate: rate * 2.0 ** max(0, step - 6)),
+            training={"steps": 30},
+        ),
+        frozenset({"GradientNonFinite", "LearningRateAbovePlan", "GradientVanished"}),
+    ),
+    Fault(19, "lora_B stays 0", CONTRACT, 2, run_with(broken.frozen_up_projections)),
+    Fault(
+        24,
+        "clipping gets a norm 10000 times too large",
+        "ClippingWrong",
+        7,
+        run_with(broken.wrong_norm(1e4)),
+    ),
+)

@@ -1,0 +1,94 @@
+"""Healthy runs: one factor varied at a time, and not one critical finding or warning among them.
+
+Each is a configuration that people use, or a phase that looks ill and is not: lora_A without a
+gradient at the start, a rate of 0, clipping, captions without words.
+"""
+
+from dataclasses import dataclass
+
+from tests.numerics import injections
+from tests.numerics.bench import Configuration, Injection, sound
+from tests.numerics.scene import Photographs
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """One configuration."""
+
+    name: str
+    configuration: Configuration
+    injection: Injection = sound
+
+
+def vary(
+    name: str,
+    injection: Injection = sound,
+    photographs: Photographs | None = None,
+    **spec: dict[str, object],
+) -> Healthy:
+    """The plain job with ``spec``'s fields."""
+    return Healthy(name, Configuration(spec, photographs or Photographs()), injection)
+
+
+HEALTHY: tuple[Healthy, ...] = (
+    vary("plain: B = 0 at the start"),
+    vary("fp32 compute", precision={"compute": "fp32"}),
+    vary(
+        "fault 2: bf16 accumulator, 8 micro-batches",
+        precision={"accumulator": "bf16", "allowLossyPrecision": True},
+        training={"gradientAccumulation": 8},
+    ),
+    vary("accumulation 1", training={"gradientAccumulation": 1}),
+    vary("accumulation 8", training={"gradientAccumulation": 8}),
+    vary("batch size 2", training={"batchSize": 2}),
+    vary("warm-up from rate 0", training={"schedule": {"name": "constant", "warmupSteps": 4}}),
+    vary("cosine to rate 0", training={"schedule": {"name": "cosine"}, "steps": 20}),
+    vary(
+        "cosine with warm-up",
+        training={"schedule": {"name": "cosine", "warmupSteps": 3}, "steps": 20},
+    ),
+    vary("rate 1e-3", training={"learningRate": 1e-3}),
+    vary("rate 1e-5", training={"learningRate": 1e-5}),
+    vary("clipping at work", training={"maxGradNorm": 1e-3}),
+    vary("no clipping", training={"maxGradNorm": 0.0}),
+    vary("gradient checkpointing", training={"gradientCheckpointing": True}),
+    vary("empty captions", photographs=Photographs(captions=False)),
+    vary("caption dropout", dataset={"captionDropout": 0.3}),
+    vary(
+        "dataset smaller than a window",
+        photographs=Photographs(count=2),
+        training={"gradientAccumulation": 4},
+    ),
+    vary(
+        "epochs, the last window short",
+        training={"steps": None, "epochs": 5, "gradientAccumulation": 3},
+    ),
+    vary("masked loss", photographs=Photographs(opaque=0.5), dataset={"alpha": "mask"}),
+    vary("min-SNR", training={"minSnrGamma": 5.0}),
+    vary("offset noise", training={"noiseOffset": 0.05}),
+    vary("flips and crops", dataset={"flip": 0.5}),
+    vary("v-prediction", model={"predictionType": "v_prediction"}),
+    vary(
+        "v-prediction, zero terminal SNR",
+        model={"predictionType": "v_prediction", "zeroTerminalSnr": True},
+    ),
+    vary(
+        "one micro-batch with 300-fold loss",
+        injections.scaled_micro_batch(300.0, step=8),
+        training={"gradientAccumulation": 4},
+    ),
+    vary("beta2 0.99", training={"optimizer": {"name": "adamw", "beta2": 0.99}}),
+    vary("no weight decay", training={"optimizer": {"name": "adamw", "weightDecay": 0.0}}),
+    vary("rank 1", adapter={"rank": 1}),
+    vary("rank 16", adapter={"rank": 16}),
+    vary("rank 128", adapter={"rank": 128}),
+    vary("alpha 1", adapter={"alpha": 1.0}),
+    vary("rsLoRA, rank 64", adapter={"rank": 64, "rsLora": True}),
+    vary("orthogonal A", adapter={"init": "orthogonal"}),
+    vary("gaussian A", adapter={"init": "gaussian"}),
+    vary("dropout", adapter={"dropout": 0.1}),
+    vary("feed-forward layers too", adapter={"targets": "attention+feed_forward"}),
+    vary("all linear layers", adapter={"targets": "all_linear"}),
+    vary("convolutions", adapter={"targets": "all"}),
+    vary("frozen layers", adapter={"targetPatterns": [r"up_blocks.*to_[qv]"]}),
+)

@@ -1,0 +1,333 @@
+"""Faults: each takes a run's real parts and gives them back with one thing wrong.
+
+They wrap or replace parts from outside, as a mistake in the product or in its environment would
+change them; the product has no switch for any of this. Steps are counted from 1.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from kubelora_trainer import schedule as rates
+from kubelora_trainer import train as loop
+from kubelora_trainer.buffers import AdapterBuffers, GroupRange
+from kubelora_trainer.order import SampleDraw, SampleOrder
+from kubelora_trainer.train import MicroBatch, Parts
+
+Injection = Callable[[Parts], Parts]
+Objective = Callable[[int], MicroBatch]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A micro-batch's loss as an injection changed it."""
+
+    loss_sum: Tensor
+    samples: int
+
+
+def ranges(buffers: AdapterBuffers, factor: str) -> list[GroupRange]:
+    """The ranges of all groups of a factor (``lora_A``)."""
+    return [group for group in buffers.groups if group.name.endswith(factor)]
+
+
+def window_of(parts: Parts, micro_step: int) -> tuple[int, int, int]:
+    """Optimizer step (from 1) of a micro-step, its place in the window, the window's length."""
+    step = micro_step // parts.plan.accumulation
+    window = parts.plan.window(step)
+    return step + 1, micro_step - window.start, len(window)
+
+
+def _with_objective(wrap: Callable[[Parts, int, MicroBatch], MicroBatch]) -> Injection:
+    """An injection that changes what the objective gives."""
+
+    def inject(parts: Parts) -> Parts:
+        real: Objective = parts.objective
+        return replace(parts, objective=lambda micro: wrap(parts, micro, real(micro)))
+
+    return inject
+
+
+def scaled_loss(factor: float, from_step: int = 1) -> Injection:
+    """The loss is multiplied by ``factor``."""
+
+    def wrap(parts: Parts, micro_step: int, batch: MicroBatch) -> MicroBatch:
+        if window_of(parts, micro_step)[0] < from_step:
+            return batch
+        return Loss(batch.loss_sum * factor, batch.samples)
+
+    return _with_objective(wrap)
+
+
+def scaled_micro_batch(factor: float, step: int) -> Injection:
+    """The loss of one micro-batch, the first of window ``step``, is multiplied by ``factor``."""
+
+    def wrap(parts: Parts, micro_step: int, batch: MicroBatch) -> MicroBatch:
+        if window_of(parts, micro_step)[:2] != (step, 0):
+            return batch
+        return Loss(batch.loss_sum * factor, batch.samples)
+
+    return _with_objective(wrap)
+
+
+def non_finite(value: float, step: int) -> Injection:
+    """One micro-batch's loss is NaN or infinite, and so are its gradients."""
+    return scaled_micro_batch(value, step)
+
+
+def dominant_term(last: bool, factor: float = 1000.0) -> Injection:
+    """One micro-step of each window adds a term whose gradient is ``factor`` times the data's.
+
+    The term is linear in B·A of each module, so its gradients obey the chain rule as any loss of
+    the model's output does.
+    """
+
+    def inject(parts: Parts) -> Parts:
+        real: Objective = parts.objective
+        term = _Term(parts.buffers, factor)
+
+        def objective(micro_step: int) -> MicroBatch:
+            batch = real(micro_step)
+            _, place, length = window_of(parts, micro_step)
+            if place != (length - 1 if last else 0):
+                return batch
+            return Loss(batch.loss_sum + term(batch), batch.samples)
+
+        return replace(parts, objective=objective)
+
+    return inject
+
+
+class _Term:
+    """sum over modules of c·<R, B·A>, R fixed and random, c set by the first window's gradient."""
+
+    def __init__(self, buffers: AdapterBuffers, factor: float) -> None:
+        self._factor = factor
+        by_module: dict[str, dict[str, torch.nn.Parameter]] = {}
+        for slot in buffers.slots:
+            name = slot.factor.name.rpartition(".")[2]
+            by_module.setdefault(slot.factor.module, {})[name] = slot.factor.parameter
+        generator = torch.Generator().manual_seed(5)
+        self._pairs = [
+            (pair["lora_B"], pair["lora_A"], _direction(pair, generator))
+            for pair in by_module.values()
+        ]
+        self._scale: float | None = None
+
+    def __call__(self, batch: MicroBatch) -> Tensor:
+        linear = torch.stack([(b.float() @ a.float() * r).sum() for b, a, r in self._pairs]).sum()
+        if self._scale is None:
+            ups = [b for b, _, _ in self._pairs]
+            data = torch.autograd.grad(batch.loss_sum, ups, retain_graph=True)
+            own = torch.autograd.grad(linear, ups, retain_graph=True)
+            self._scale = self._factor * float(_norm(data) / _norm(own))
+        scaled: Tensor = linear * self._scale
+        return scaled
+
+
+def _direction(pair: dict[str, torch.nn.Parameter], generator: torch.Generator) -> Tensor:
+    outputs, inputs = pair["lora_B"].shape[0], pair["lora_A"].shape[1]
+    return torch.randn(outputs, inputs, generator=generator)
+
+
+def _norm(tensors: tuple[Tensor, ...]) -> Tensor:
+    norm: Tensor = torch.stack([t.float().norm() for t in tensors]).norm()
+    return norm
+
+
+def coherent(parts: Parts) -> Parts:
+    """Every micro-batch shows the same image at the same timestep; the noise alone differs."""
+    objective = parts.objective
+    objective.order = _OneTimestep(objective.order)  # type: ignore[attr-defined]
+    return parts
+
+
+class _OneTimestep:
+    def __init__(self, order: SampleOrder) -> None:
+        self._order = order
+
+    def samples_of(self, micro_step: int) -> tuple[SampleDraw, ...]:
+        return tuple(replace(d, timestep=0.5) for d in self._order.samples_of(micro_step))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._order, name)
+
+
+def second_moment_in(dtype: torch.dtype) -> Injection:
+    """The optimizer keeps its second moment in ``dtype``."""
+
+    def inject(parts: Parts) -> Parts:
+        def after(optimizer: "WrappedOptimizer") -> None:
+            moment = optimizer.second_moment
+            assert moment is not None
+            moment.copy_(moment.to(dtype))
+
+        return replace(parts, optimizer=WrappedOptimizer(parts, after=after))
+
+    return inject
+
+
+class WrappedOptimizer:
+    """The real optimizer, with something done to its step."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        rate: Callable[[float], float] = lambda rate: rate,
+        after: Callable[["WrappedOptimizer"], None] = lambda optimizer: None,
+    ) -> None:
+        self._real, self._rate, self._after = parts.optimizer, rate, after
+        self.steps = 0
+
+    def step(self, learning_rate: float, non_finite: Tensor) -> None:
+        self._real.step(self._rate(learning_rate), non_finite)
+        self.steps += 1
+        self._after(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def gradients_through(dtype: torch.dtype) -> Injection:
+    """The finished gradient takes a way through ``dtype``, as a cast or a communication hook."""
+
+    def inject(parts: Parts) -> Parts:
+        buffers = parts.buffers
+        normalise = buffers.normalise
+
+        def cast(samples: int) -> None:
+            normalise(samples)
+            buffers.gradient.copy_(buffers.gradient.to(dtype))
+
+        buffers.normalise = cast  # type: ignore[method-assign]
+        return parts
+
+    return inject
+
+
+def never_zeroed(parts: Parts) -> Parts:
+    """The accumulator keeps the last window's gradient."""
+    parts.buffers.zero_gradient = lambda: None  # type: ignore[method-assign]
+    return parts
+
+
+def lost_micro_step(parts: Parts) -> Parts:
+    """The first micro-step of each window reaches lora_B, but not lora_A."""
+    real: Objective = parts.objective
+    buffers = parts.buffers
+
+    def objective(micro_step: int) -> MicroBatch:
+        if window_of(parts, micro_step)[1] == 1:
+            for group in ranges(buffers, "lora_A"):
+                buffers.gradient[group.start : group.stop].zero_()
+        return real(micro_step)
+
+    return replace(parts, objective=objective)
+
+
+def divided_twice(parts: Parts) -> Parts:
+    """lora_A's gradient is divided by the accumulation count once more."""
+    buffers = parts.buffers
+    normalise = buffers.normalise
+
+    def twice(samples: int) -> None:
+        normalise(samples)
+        for group in ranges(buffers, "lora_A"):
+            buffers.gradient[group.start : group.stop].div_(parts.training.gradient_accumulation)
+
+    buffers.normalise = twice  # type: ignore[method-assign]
+    return parts
+
+
+def detached(from_step: int) -> Injection:
+    """From a step on one module's adapter takes no part in the forward pass any more."""
+
+    def inject(parts: Parts) -> Parts:
+        slots = parts.buffers.slots
+        module = slots[0].factor.module
+        own = [slot.factor.parameter for slot in slots if slot.factor.module == module]
+
+        real: Objective = parts.objective
+
+        def objective(micro_step: int) -> MicroBatch:
+            if window_of(parts, micro_step)[0] >= from_step:
+                for parameter in own:
+                    parameter.requires_grad_(False)
+            return real(micro_step)
+
+        return replace(parts, objective=objective)
+
+    return inject
+
+
+def one_backward_per_window(from_step: int) -> Injection:
+    """The window's losses are summed and differentiated once, at its end."""
+
+    def inject(parts: Parts) -> Parts:
+        real: Objective = parts.objective
+        kept: list[Tensor] = []
+
+        def objective(micro_step: int) -> MicroBatch:
+            batch = real(micro_step)
+            step, place, length = window_of(parts, micro_step)
+            if step < from_step:
+                return batch
+            kept.append(batch.loss_sum)
+            if place < length - 1:
+                return Loss(torch.zeros((), requires_grad=True) * 1.0, batch.samples)
+            together = torch.stack(kept).sum()
+            kept.clear()
+            return Loss(together, batch.samples)
+
+        return replace(parts, objective=objective)
+
+    return inject
+
+
+@contextmanager
+def schedule(change: Callable[[int, float], float]) -> Iterator[None]:
+    """The loop gets ``change(step from 1, right rate)`` for its learning rate."""
+    real = rates.learning_rate
+
+    def wrong(training: object, step: int, total: int) -> float:
+        return change(step + 1, real(training, step, total))  # type: ignore[arg-type]
+
+    with patch.object(loop, "learning_rate", wrong):
+        yield
+
+
+def frozen_up_projections(parts: Parts) -> Parts:
+    """lora_B is 0 again after every step."""
+
+    def after(optimizer: WrappedOptimizer) -> None:
+        for group in ranges(parts.buffers, "lora_B"):
+            parts.buffers.masters[group.start : group.stop].zero_()
+        parts.buffers.publish_masters()
+
+    return replace(parts, optimizer=WrappedOptimizer(parts, after=after))
+
+
+def wrong_norm(factor: float) -> Injection:
+    """Clipping gets a norm that is ``factor`` times the true one."""
+
+    def inject(parts: Parts) -> Parts:
+        telemetry = parts.telemetry
+        measure = telemetry.measure_gradient
+
+        def too_large() -> Tensor:
+            return measure() * factor
+
+        telemetry.measure_gradient = too_large  # type: ignore[method-assign]
+        return parts
+
+    return inject
+
+
+NAN, INF = math.nan, math.inf
