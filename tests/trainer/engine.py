@@ -105,11 +105,14 @@ class Engine:
         self.factors = tiny_factors()
         self.buffers = AdapterBuffers(self.factors, precision)
         spec: Training = self.job.spec.training
-        self.optimizer = open_optimizer(
-            self.buffers, spec.optimizer, rate_scales(self.buffers.slots, spec)
-        )
+        scales = rate_scales(self.buffers.slots, spec)
+        self.optimizer = open_optimizer(self.buffers, spec.optimizer, scales)
         self.average = open_average(self.buffers, spec.ema)
-        self.saved_parts: dict[str, CheckpointPart] = {"optimizer": self.optimizer}
+        self.telemetry = GradientTelemetry(self.buffers, self.optimizer, scales)
+        self.saved_parts: dict[str, CheckpointPart] = {
+            "optimizer": self.optimizer,
+            "telemetry": self.telemetry,
+        }
         if self.average:
             self.saved_parts["average"] = self.average
         self.resumed = resume(self.folder, self.buffers, self.saved_parts, self.warnings.append)
@@ -136,7 +139,7 @@ class Engine:
             objective=objective_of(self.factors),
             buffers=self.buffers,
             optimizer=self.optimizer,
-            telemetry=GradientTelemetry(self.buffers, self.optimizer.first_moment),
+            telemetry=self.telemetry,
             reporter=self.reporter,
             average=self.average,
         )

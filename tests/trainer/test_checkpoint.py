@@ -107,7 +107,10 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_set_aside(tmp_path: 
     manifest = json.loads((saved / "checkpoint.json").read_text())
     for change, why in (
         ({"format": 1}, "its format is 1, not 2"),
-        ({"parts": {"adapter": {}, "optimizer": {}, "average": {}}}, r"parts \(average\)"),
+        (
+            {"parts": {"adapter": {}, "optimizer": {}, "telemetry": {}, "average": {}}},
+            r"parts \(average\)",
+        ),
     ):
         (saved / "checkpoint.json").write_text(json.dumps(manifest | change))
         with pytest.raises(ConfigurationError, match=f"another version of kubelora .*{why}"):

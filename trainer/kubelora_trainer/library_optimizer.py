@@ -6,7 +6,7 @@ over factor by factor, and a step whose gradient must not be used is not begun. 
 host waits for the device once per optimizer step (the fused AdamW alone decides on the device).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from kubelora_api.schema import JsonObject
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint_part import check_like
+from kubelora_trainer.update_probe import Damping
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class LibraryState:
 
     group: numbers of the parameter groups that change from step to step. constants: tensors that
     never change. first, second: names of the moments, where they are kept element by element in
-    fp32. text: for people.
+    fp32. damping: how the step uses the second moment, from a parameter group. text: for people.
     """
 
     text: str
@@ -31,6 +32,7 @@ class LibraryState:
     constants: frozenset[str] = field(default_factory=frozenset)
     first: str | None = None
     second: str | None = None
+    damping: Callable[[Mapping[str, float]], Damping] | None = None
 
 
 class LibraryOptimizer:
@@ -69,6 +71,12 @@ class LibraryOptimizer:
     def own_rate(self) -> float:
         """The rate that the library found (Prodigy's d), where it looks for one."""
         return float(self._library.param_groups[0].get("d", 1.0))
+
+    @property
+    def damping(self) -> Damping | None:
+        """How the second moment is used; None where the step has another form."""
+        damping = self._state.damping
+        return damping(self._library.param_groups[0]) if damping else None
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them; nothing at all where the gradient is not finite."""

@@ -16,6 +16,7 @@ from kubelora_api.training_spec import Optimizer as OptimizerSpec
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint_part import check_like
 from kubelora_trainer.precision import NAMES
+from kubelora_trainer.update_probe import Damping
 
 
 class AdapterOptimizer(Protocol):
@@ -40,6 +41,10 @@ class AdapterOptimizer(Protocol):
     @property
     def state_bytes(self) -> int:
         """Memory of the state."""
+
+    @property
+    def damping(self) -> Damping | None:
+        """How the second moment is used; None where the step has another form."""
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them.
@@ -74,6 +79,8 @@ class FlatAdamW:
         self, buffers: AdapterBuffers, spec: OptimizerSpec, scales: Sequence[float] | None = None
     ) -> None:
         self._buffers = buffers
+        self._eps = 1e-8 if spec.eps is None else spec.eps
+        self._beta2 = 0.999 if spec.beta2 is None else spec.beta2
         self.first_moment = torch.zeros_like(buffers.masters)
         self.second_moment = torch.zeros_like(buffers.masters)
         self.state_text = NAMES[buffers.plan.masters]
@@ -81,11 +88,8 @@ class FlatAdamW:
         self._adamw = torch.optim.AdamW(
             rate_groups(buffers.master_parameters, scales or [1.0] * len(buffers.slots)),
             lr=0.0,
-            betas=(
-                0.9 if spec.beta1 is None else spec.beta1,
-                0.999 if spec.beta2 is None else spec.beta2,
-            ),
-            eps=1e-8 if spec.eps is None else spec.eps,
+            betas=(0.9 if spec.beta1 is None else spec.beta1, self._beta2),
+            eps=self._eps,
             weight_decay=0.01 if spec.weight_decay is None else spec.weight_decay,
             fused=True,
         )
@@ -100,6 +104,11 @@ class FlatAdamW:
                 "exp_avg": slot.of(self.first_moment),
                 "exp_avg_sq": slot.of(self.second_moment),
             }
+
+    @property
+    def damping(self) -> Damping:
+        """What the step divides by; the count of steps is the fused kernel's own."""
+        return Damping(eps=self._eps, correction=1 - self._beta2 ** self._steps[0])
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them; see `AdapterOptimizer`."""

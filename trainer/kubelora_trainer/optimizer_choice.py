@@ -20,6 +20,7 @@ from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.library_optimizer import LibraryOptimizer, LibraryState
 from kubelora_trainer.optimizer import AdapterOptimizer, FlatAdamW, rate_groups
+from kubelora_trainer.update_probe import Damping
 
 Groups = list[dict[str, object]]
 BLOCK_8BIT = 256
@@ -120,7 +121,14 @@ def _prodigy(buffers: AdapterBuffers, spec: Optimizer, groups: Groups) -> Adapte
         )
     estimate = ("d", "d_max", "d_hat", "d_numerator", "d_denom", "k")
     first = "exp_avg" if spec.beta1 != 0 else None
-    state = LibraryState("fp32", group=estimate, first=first, second="exp_avg_sq")
+    state = LibraryState(
+        "fp32",
+        group=estimate,
+        first=first,
+        second="exp_avg_sq",
+        # Its moments are of gradients times d, and so is its eps; the rate carries the correction.
+        damping=lambda group: Damping(eps=group["d"] * group["eps"], correction=1.0),
+    )
     copies = 4 if first else 3  # moments, the first weights, the sum behind the estimate
     cost = copies * buffers.masters.itemsize
     return LibraryOptimizer(buffers, library, state, _bytes(buffers, lambda s: cost * prod(s)))

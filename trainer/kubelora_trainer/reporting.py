@@ -19,11 +19,11 @@ from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.output import OutputFolder
+from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.progress import ProgressView
 from kubelora_trainer.run_log import RunLog
 from kubelora_trainer.startup_contract import FirstGradients, check_finite
 from kubelora_trainer.step_numbers import StepNumbers
-from kubelora_trainer.telemetry import PendingNumbers
 
 WORST_MODULES = 10
 UNSETTLED_STEPS = 3

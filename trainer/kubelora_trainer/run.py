@@ -107,7 +107,12 @@ def _train_and_export(
     plan = plan_of(spec.training, material.objective.order)
     dataset = material.dataset
     categories = CategoryLosses([s.category for s in dataset.samples], material.base.device)
-    saved_parts: dict[str, CheckpointPart] = {"optimizer": optimizer, "categories": categories}
+    telemetry = GradientTelemetry(buffers, optimizer, scales)
+    saved_parts: dict[str, CheckpointPart] = {
+        "optimizer": optimizer,
+        "categories": categories,
+        "telemetry": telemetry,
+    }
     if average:
         saved_parts["average"] = average
     results = average.weights if average else buffers.masters
@@ -136,7 +141,7 @@ def _train_and_export(
             objective=categories.watching(material.objective, material.objective.order),
             buffers=buffers,
             optimizer=optimizer,
-            telemetry=GradientTelemetry(buffers, optimizer.first_moment),
+            telemetry=telemetry,
             reporter=reporter,
             average=average,
             categories=categories,

@@ -52,7 +52,8 @@ class StepNumbers:
     """All numbers of one optimizer step.
 
     step: optimizer steps done, this one included. loss: mean over the window's samples.
-    factor_norms, factor_absmax: in slot order.
+    factor_norms, factor_absmax, factor_balance, factor_update_scale: in slot order. The balance is
+    that of the factor's pair; the update scale is estimated from those elements that are sampled.
     clipped_norm: what the optimizer got; min(grad_norm, maxGradNorm) where clipping is right.
     backward_passes: of the window, NaN where it was resumed in its middle; micro_steps where each
     micro-batch was differentiated alone.
@@ -69,6 +70,8 @@ class StepNumbers:
     groups: Mapping[str, GroupNumbers]
     factor_norms: Sequence[float]
     factor_absmax: Sequence[float]
+    factor_balance: Sequence[float] = ()
+    factor_update_scale: Sequence[float] = ()
     clipped_norm: float = math.nan
     backward_passes: float = math.nan
     micro_steps: int = 0

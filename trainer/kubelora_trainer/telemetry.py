@@ -6,50 +6,72 @@ Group numbers become metrics; factor numbers go to the run's log alone.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from kubelora_api.schema import JsonObject
+from kubelora_trainer.balance import BalanceProbe
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.category_losses import CategorySums
-from kubelora_trainer.probes import AbsorptionProbe, UpdateProbe
-from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
+from kubelora_trainer.checkpoint_part import check_like
+from kubelora_trainer.packed_numbers import CopyToHost, HostNumbers, PendingNumbers, StepFacts
+from kubelora_trainer.probes import AccumulationProbe
+from kubelora_trainer.sampling import GroupSample
+from kubelora_trainer.update_probe import Moments, UpdateProbe
+from kubelora_trainer.window_counts import (
+    BackwardPasses,
+    DeadModules,
+    device_memory_peak,
+    host_memory_peak,
+)
 
 CHUNK_ELEMENTS = 1 << 22
 """Elements looked at together: 16 MiB of temporaries in fp32, whatever the adapter's size."""
 
 
-@dataclass(frozen=True)
-class StepFacts:
-    """What the host knows of a step already.
-
-    judge_updates: whether the rate was high enough for an unmoved weight to mean anything.
-    """
-
-    step: int
-    learning_rate: float
-    samples: int
-    judge_updates: bool
-
-
 class GradientTelemetry:
-    """Measures the buffers at the points of a step where each number exists.
+    """Measures at the points of a step where each number exists; ``train.py`` calls in order.
 
-    first_moment: the optimizer's, flat. None where it keeps none: an element was then meant to
-    move where its gradient is not zero.
+    A `CheckpointPart`: a run that is resumed in the middle of a window tells the same numbers.
     """
 
-    def __init__(self, buffers: AdapterBuffers, first_moment: Tensor | None) -> None:
+    def __init__(
+        self,
+        buffers: AdapterBuffers,
+        moments: Moments,
+        rate_scales: Sequence[float] | None = None,
+    ) -> None:
+        """rate_scales: what each slot's learning rate is multiplied by; None: 1 for all."""
         self._buffers = buffers
-        meant_to_move = buffers.optimizer_gradient if first_moment is None else first_moment
-        self.absorption = AbsorptionProbe(buffers.gradient, buffers.groups)
-        self.updates = UpdateProbe(buffers.masters, meant_to_move, buffers.groups)
+        sample = GroupSample(buffers.groups, buffers.gradient.device)
+        self._accumulation = AccumulationProbe(buffers.gradient, sample)
+        self._updates = UpdateProbe(buffers, moments, sample, rate_scales)
+        self._balance = BalanceProbe(buffers, CHUNK_ELEMENTS)
+        self._passes = BackwardPasses(buffers)
+        self._dead = DeadModules(buffers.slots)
         self._gradient_views = [slot.of(buffers.gradient) for slot in buffers.slots]
-        self._norms: Tensor = torch.zeros(0)
-        self._absmax: Tensor = torch.zeros(0)
-        self._counts: Tensor = torch.zeros(0)
+        self._micro_steps, self._next, self._whole = 0, 0, True
+        self._measured: dict[str, Tensor] = {}
+
+    def begin_window(self, window: range, micro_step: int) -> None:
+        """Before the micro-steps ``micro_step`` to ``window.stop`` of a window."""
+        anew = micro_step == window.start
+        self._whole = anew or self._next == micro_step
+        self._micro_steps = len(window)
+        if anew:
+            self._passes.go_on_from(0)
+        self._accumulation.begin_window(window, self._whole, anew)
+
+    @contextmanager
+    def micro_step(self, micro_step: int) -> Iterator[None]:
+        """Around one micro-step's backward pass."""
+        self._accumulation.before(micro_step)
+        yield
+        self._accumulation.after(micro_step)
+        self._next = micro_step + 1
 
     def measure_gradient(self) -> Tensor:
         """Measure the finished gradient, before clipping.
@@ -58,10 +80,14 @@ class GradientTelemetry:
         """
         norms = torch._foreach_norm(self._gradient_views, 2, dtype=torch.float32)
         absmax = torch._foreach_norm(self._gradient_views, math.inf, dtype=torch.float32)
-        self._norms = torch.stack(norms).double()
-        self._absmax = torch.stack(absmax).double()
-        self._counts = torch.stack([self._count(g.start, g.stop) for g in self._buffers.groups])
-        return self._norms.square().sum().sqrt().float()
+        norm = torch.stack(norms).double()
+        self._measured = {
+            "norm": norm,
+            "absmax": torch.stack(absmax),
+            "counts": torch.stack([self._count(g.start, g.stop) for g in self._buffers.groups]),
+            "pairs": self._balance.measure(),
+        }
+        return norm.square().sum().sqrt().float()
 
     def _count(self, start: int, stop: int) -> Tensor:
         """Zeros, non-finite elements and underflows of a range: three fp64 numbers."""
@@ -74,85 +100,71 @@ class GradientTelemetry:
             counts += torch.stack([zero.sum(), chunk.numel() - finite.sum(), gone.sum()])
         return counts
 
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Around the optimizer step, after clipping; the gradient must still stand at its end."""
+        chunks = self._buffers.gradient.split(CHUNK_ELEMENTS)
+        norms = [torch.linalg.vector_norm(chunk, dtype=torch.float32) for chunk in chunks]
+        self._measured["clipped_norm"] = torch.stack(norms).double().square().sum().sqrt()
+        self._updates.before()
+        yield
+        self._updates.after()
+
     def pack(
-        self, facts: StepFacts, loss_sum: Tensor, categories: CategorySums | None = None
-    ) -> "PendingNumbers":
+        self,
+        facts: StepFacts,
+        loss_sum: Tensor,
+        categories: CategorySums | None = None,
+        rank_divergence: Tensor | None = None,
+    ) -> PendingNumbers:
         """Start the one copy of this step's numbers to the host.
 
         loss_sum: scalar, the window's losses summed over samples. categories: the same by category.
+        rank_divergence: scalar, largest minus smallest parameter checksum over the ranks.
         """
-        packed = torch.cat(
-            [
-                self._counts.flatten(),
-                self.absorption.ratios,
-                self.updates.ratios,
-                self._norms,
-                self._absmax,
-                loss_sum.detach().double().reshape(1),
-                *([categories.sums.flatten()] if categories else []),
-            ]
+        none = torch.zeros(0, dtype=torch.float64, device=loss_sum.device)
+        single = torch.full_like(loss_sum, math.nan)
+        copy = CopyToHost(
+            self._measured
+            | {
+                "absorbed": self._accumulation.absorbed,
+                "error": self._accumulation.error,
+                "lost": self._updates.lost,
+                "scale": self._updates.scale,
+                "stuck": self._updates.stuck,
+                "damping": self._updates.damping,
+                "slot_scale": self._updates.slot_scale,
+                "loss_sum": loss_sum,
+                "categories": categories.sums if categories else none,
+                "rank_divergence": single if rank_divergence is None else rank_divergence,
+            }
         )
-        return PendingNumbers(self._buffers, facts, packed, categories)
-
-
-class PendingNumbers:
-    """A step's numbers on their way to the host."""
-
-    def __init__(
-        self,
-        buffers: AdapterBuffers,
-        facts: StepFacts,
-        packed: Tensor,
-        categories: CategorySums | None,
-    ) -> None:
-        self._buffers, self._facts, self._categories = buffers, facts, categories
-        self._event: torch.cuda.Event | None = None
-        if packed.is_cuda:
-            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._host.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = packed
-
-    def read(self) -> StepNumbers:
-        """The numbers; waits for the copy where it has not arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        groups, slots = self._buffers.groups, self._buffers.slots
-        count = len(groups)
-        sizes = [3 * count, count, count, len(slots), len(slots), 1]
-        sizes.append(self._host.numel() - sum(sizes))
-        counts, absorbed, lost, norms, absmax, loss, by_category = (
-            part.tolist() for part in self._host.split(sizes)
+        host = HostNumbers(
+            backward_passes=self._passes.count if self._whole else math.nan,
+            micro_steps=self._micro_steps,
+            host_memory_peak=host_memory_peak(),
+            device_memory_peak=device_memory_peak(self._buffers.gradient.device),
         )
-        by_group: dict[str, GroupNumbers] = {}
-        for index, group in enumerate(groups):
-            zeros, nonfinite, underflows = counts[3 * index : 3 * index + 3]
-            members = [i for i, s in enumerate(slots) if s.factor.group == group.name]
-            size = group.stop - group.start
-            by_group[group.name] = GroupNumbers(
-                grad_norm=math.sqrt(sum(norms[i] ** 2 for i in members)),
-                grad_absmax=_largest([absmax[i] for i in members]),
-                grad_zero_ratio=zeros / size,
-                grad_nonfinite=int(nonfinite),
-                grad_underflow_ratio=underflows / (size - zeros) if size > zeros else 0.0,
-                absorbed_ratio=absorbed[index],
-                update_lost_ratio=lost[index] if self._facts.judge_updates else math.nan,
-            )
-        return StepNumbers(
-            step=self._facts.step,
-            learning_rate=self._facts.learning_rate,
-            loss=loss[0] / self._facts.samples,
-            samples=self._facts.samples,
-            grad_norm=math.sqrt(sum(n**2 for n in norms)),
-            groups=by_group,
-            factor_norms=norms,
-            factor_absmax=absmax,
-            category_losses=self._categories.read(by_category) if self._categories else {},
+        return PendingNumbers(
+            self._buffers, self._balance.pairs, self._dead, facts, host, copy, categories
         )
 
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What is known of the unfinished window."""
+        return self._accumulation.tensors()
 
-def _largest(values: Sequence[float]) -> float:
-    """The maximum, NaN where any is NaN."""
-    return math.nan if any(math.isnan(v) for v in values) else max(values)
+    def scalars(self) -> JsonObject:
+        """Counts, and the micro-step that comes next."""
+        return {
+            "next": self._next,
+            "passes": self._passes.count,
+            "dead": self._dead.to_json(),
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
+        """Take over what was saved. Raises ValueError where it can't fit."""
+        check_like(self.tensors(), tensors)
+        self._accumulation.load(tensors)
+        self._dead.load(scalars["dead"])
+        self._passes.go_on_from(scalars["passes"])
+        self._next = scalars["next"]

@@ -17,10 +17,11 @@ from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.moving_average import MovingAverage
 from kubelora_trainer.optimizer import AdapterOptimizer, clip_coefficient
 from kubelora_trainer.order import Plan
+from kubelora_trainer.packed_numbers import PendingNumbers, StepFacts
 from kubelora_trainer.reporting import PolicyFailure, Reporter
 from kubelora_trainer.schedule import learning_rate
 from kubelora_trainer.startup_contract import ReachedModules
-from kubelora_trainer.telemetry import GradientTelemetry, PendingNumbers, StepFacts
+from kubelora_trainer.telemetry import GradientTelemetry
 
 JUDGED_RATE_SHARE = 0.01
 """Below this share of the peak rate (warm-up from 0, a cosine's tail) even fp32 rounds updates
@@ -93,17 +94,11 @@ def accumulate_window(
     """Run the window's micro-steps that are still to do; gradients sum up in the flat buffer."""
     window = parts.plan.window(position.step)
     loss, samples, micro_step = position.window_loss, position.window_samples, position.micro_step
-    absorption = parts.telemetry.absorption
-    if len(window) < 2:
-        absorption.skip()
+    parts.telemetry.begin_window(window, micro_step)
     while micro_step < window.stop and not stop():
-        probed = micro_step == window.stop - 1 and len(window) > 1
-        if probed:
-            absorption.begin()
-        micro_batch = parts.objective(micro_step)
-        micro_batch.loss_sum.backward()
-        if probed:
-            absorption.end()
+        with parts.telemetry.micro_step(micro_step):
+            micro_batch = parts.objective(micro_step)
+            micro_batch.loss_sum.backward()
         reached.check()
         loss = loss + micro_batch.loss_sum.detach().double()
         samples += micro_batch.samples
@@ -119,10 +114,9 @@ def take_step(parts: Parts, position: RunPosition) -> tuple[PendingNumbers, RunP
     buffers.normalise(position.window_samples)
     norm = telemetry.measure_gradient()
     buffers.scale(clip_coefficient(norm, parts.training.max_grad_norm))
-    telemetry.updates.begin()
     non_finite = (~torch.isfinite(norm)).float()
-    parts.optimizer.step(rate, non_finite)
-    telemetry.updates.end()
+    with telemetry.update():
+        parts.optimizer.step(rate, non_finite)
     if parts.average:
         parts.average.update(position.step, non_finite)
     buffers.zero_gradient()
@@ -131,6 +125,7 @@ def take_step(parts: Parts, position: RunPosition) -> tuple[PendingNumbers, RunP
         learning_rate=rate,
         samples=position.window_samples,
         judge_updates=rate >= JUDGED_RATE_SHARE * parts.training.peak_rate,
+        own_rate=parts.optimizer.own_rate,
     )
     categories = parts.categories.take() if parts.categories else None
     pending = telemetry.pack(facts, position.window_loss, categories)

@@ -1,0 +1,131 @@
+"""What an optimizer step did to the weights, and whether its own state still moves.
+
+Compares sampled elements before and after the step. Optimizers differ in what they remember; each
+number that an optimizer has no base for is NaN.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.sampling import GroupSample, SlotSums
+
+SAME_SQUARE = 0.1
+"""Within this share a squared gradient is as large as its running mean, which then need not move.
+Farther apart, a mean with beta2 up to 0.99999 moves by 1e-6 at least: 16 units in fp32's last
+place."""
+
+
+@dataclass(frozen=True)
+class Damping:
+    """An Adam-like step divides by ``sqrt(second_moment / correction) + eps``.
+
+    correction: 1 - beta2^t, or 1 without bias correction. Numbers, or scalars on the device.
+    """
+
+    eps: float | Tensor
+    correction: float | Tensor
+
+
+class Moments(Protocol):
+    """What the telemetry looks at in an optimizer: flat tensors laid out like the masters.
+
+    Asked anew in every step, before and after it, so a quantised state may be dequantised on
+    demand. None where the optimizer has no such thing.
+    """
+
+    @property
+    def first_moment(self) -> Tensor | None:
+        """Running mean of gradients."""
+
+    @property
+    def second_moment(self) -> Tensor | None:
+        """Running mean of squared gradients, element by element."""
+
+    @property
+    def damping(self) -> Damping | None:
+        """How the second moment is used; None where the step has another form."""
+
+
+class UpdateProbe:
+    """Measures one optimizer step. All results fp64 on the device.
+
+    lost (groups): share of weights that kept their bits although their momentum is not zero.
+    scale (groups), slot_scale (slots): root mean square of the change, divided by the slot's
+    rate scale and not yet by the rate.
+    stuck (groups): share of second moments that kept their bits, of those whose squared gradient
+    is another. damping (groups): mean of sqrt(v̂) / (sqrt(v̂) + eps) over those that are not 0.
+    """
+
+    def __init__(
+        self,
+        buffers: AdapterBuffers,
+        moments: Moments,
+        sample: GroupSample,
+        rate_scales: Sequence[float] | None = None,
+    ) -> None:
+        """rate_scales: what each slot's learning rate is multiplied by; None: 1 for all."""
+        self._buffers, self._moments, self._sample = buffers, moments, sample
+        self._slots = SlotSums(sample, buffers.slots)
+        self._rate_scale = self._slots.spread(rate_scales) if rate_scales else None
+        self._unknown = torch.full(
+            (len(buffers.groups),), torch.nan, dtype=torch.float64, device=buffers.masters.device
+        )
+        self.lost = self.scale = self.stuck = self.damping = self._unknown
+        self.slot_scale = self._unknown.new_full((len(buffers.slots),), torch.nan)
+        self._weights: Tensor | None = None
+        self._second: Tensor | None = None
+
+    def before(self) -> None:
+        """Right before the optimizer step."""
+        self._weights = self._sample.take(self._buffers.masters)
+        self._second = self._taken(self._moments.second_moment)
+
+    def after(self) -> None:
+        """Right after it, while the gradient that it used still stands."""
+        before, second_before = self._weights, self._second
+        self._weights = self._second = None
+        if before is None:
+            return
+        now = self._sample.take(self._buffers.masters)
+        change = now.double() - before.double()
+        squares = (change if self._rate_scale is None else change / self._rate_scale).square()
+        self.scale = self._sample.mean(squares).sqrt()
+        self.slot_scale = (self._slots.of(squares) / self._slots.counts).sqrt()
+        first = self._taken(self._moments.first_moment)
+        if first is not None:
+            self.lost = self._sample.mean(((now == before) & (first != 0)).double())
+        second = self._taken(self._moments.second_moment)
+        if second is not None and second_before is not None:
+            gradient = self._sample.take(self._buffers.optimizer_gradient)
+            self.stuck = stuck_ratio(self._sample, second_before, second, gradient)
+            if (damping := self._moments.damping) is not None:
+                self.damping = damping_ratio(self._sample, second, damping)
+
+    def _taken(self, flat: Tensor | None) -> Tensor | None:
+        return None if flat is None else self._sample.take(flat)
+
+
+def stuck_ratio(sample: GroupSample, before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
+    """Share of second moments that did not move although they should have, fp64 (groups).
+
+    One should move where g² differs from it by more than ``SAME_SQUARE`` of the larger of both.
+    NaN where none should. Squares are taken in fp64: one that underflows in the state's type
+    should have moved it.
+    """
+    mean, square = before.double(), gradient.double().square()
+    differs = (square - mean).abs() > SAME_SQUARE * torch.maximum(square, mean)
+    return sample.share(differs.double(), after == before)
+
+
+def damping_ratio(sample: GroupSample, second: Tensor, damping: Damping) -> Tensor:
+    """Mean of sqrt(v̂) / (sqrt(v̂) + eps), v̂ bias-corrected, where v is not 0; fp64 (groups).
+
+    Kingma & Ba 2015, algorithm 1. NaN where every v is 0.
+    """
+    root = (second.double() / damping.correction).sqrt()
+    return sample.share((second != 0).double(), root / (root + damping.eps))
