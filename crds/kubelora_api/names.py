@@ -59,6 +59,8 @@ class ExitCode(IntEnum):
     """The start-up contract broke, a gradient is not finite, or the health policy said Fail."""
     PEER_LOST = 4
     """Another rank went away; the cause is in that rank's report."""
+    HELD = 5
+    """The health policy said Suspend. A checkpoint is saved, and the run waits for its user."""
     INTERRUPTED = 75
     """Stopped on request after a checkpoint was saved. Costs no restart."""
 

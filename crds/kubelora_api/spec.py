@@ -127,10 +127,14 @@ class Adapter(ApiModel):
 class Health(ApiModel):
     """What to do when the telemetry finds something wrong."""
 
-    policy: Literal["Warn", "Fail"] = Field(
+    policy: Literal["Warn", "Suspend", "Fail", "Rollback"] = Field(
         "Warn",
-        description="Warn (default) reports findings in status and metrics and trains on; Fail "
-        "ends the run at the first critical finding with exit code 3, after a checkpoint.",
+        description="What a critical finding does. Warn (default): it is reported in status and "
+        "metrics, and training goes on. Suspend: a checkpoint is saved and the pods end; the job "
+        "waits until its spec is changed, or suspend is set to true and back to false. Fail: the "
+        "job fails, after a checkpoint. Rollback: training goes back, once, to the last "
+        "checkpoint from before the finding and on with data it has not seen; a second critical "
+        "finding fails the job.",
     )
 
 

@@ -14,6 +14,7 @@ from kubelora_api.names import ExitCode
 from kubelora_operator.observation import Child, Observation, TrainerPod, Why
 
 _EXIT_CODE: Final = re.compile(r"failed with exit code (\d+)")
+HELD_REASON: Final = "HealthPolicy"
 _DISRUPTION: Final = "condition DisruptionTarget"
 _FIRST_DELAY: Final = timedelta(seconds=10)
 _LONGEST_DELAY: Final = timedelta(minutes=10)
@@ -27,6 +28,8 @@ class Cost(Enum):
     FREE = "free"
     COUNTED = "counted"
     FINAL = "final"
+    HELD = "held"
+    """Free, but the next attempt waits for the user."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ def cause_of(seen: Observation, child: Child) -> Cause:
         return Cause(Cost.FINAL, Why("ConfigurationError", _sentence(pod, _CONFIGURATION)))
     if code and int(code[1]) == ExitCode.NUMERICAL:
         return Cause(Cost.FINAL, Why("NumericalFailure", _sentence(pod, _NUMERICAL)))
+    if code and int(code[1]) == ExitCode.HELD:
+        return Cause(Cost.HELD, Why(HELD_REASON, _sentence(pod, _HELD)))
     if _DISRUPTION in told.message or (pod and pod.disrupted):
         return Cause(
             Cost.FREE,
@@ -96,6 +101,10 @@ _CONFIGURATION: Final = (
 )
 _NUMERICAL: Final = (
     "the trainer stopped because its numbers were wrong (exit code 3); see the pod's log"
+)
+_HELD: Final = (
+    "the watchdog found something critical, and health.policy is Suspend (exit code 5); a "
+    "checkpoint is saved"
 )
 
 

@@ -91,7 +91,11 @@ def _pod_failure_policy() -> JsonObject:
                 "onExitCodes": {
                     "containerName": names.TRAINER_CONTAINER,
                     "operator": "In",
-                    "values": [int(ExitCode.CONFIGURATION), int(ExitCode.NUMERICAL)],
+                    "values": [
+                        int(ExitCode.CONFIGURATION),
+                        int(ExitCode.NUMERICAL),
+                        int(ExitCode.HELD),
+                    ],
                 },
             },
             {

@@ -15,6 +15,7 @@ from typing import Final
 
 from kubelora_api.report import FinalReport
 from kubelora_operator.cause import (
+    HELD_REASON,
     Cause,
     Cost,
     cause_of,
@@ -36,6 +37,7 @@ from kubelora_operator.conditions import (
     time_text,
 )
 from kubelora_operator.draft import SOON, Draft, stopped
+from kubelora_operator.held import held, hold, policy_suspends
 from kubelora_operator.notices import notices_between
 from kubelora_operator.observation import Child, Observation, TrainerPod, Why
 from kubelora_operator.plan import Plan
@@ -49,7 +51,9 @@ from kubelora_operator.under_way import track
 
 KEPT_ATTEMPTS: Final = 3
 """Jobs of ended attempts that stay for `kubectl describe` and `kubectl logs`."""
-_FREE_REASONS: Final = frozenset({"Disrupted", "PodDeleted", "JobDeleted", "Interrupted"})
+_FREE_REASONS: Final = frozenset(
+    {"Disrupted", "PodDeleted", "JobDeleted", "Interrupted", HELD_REASON}
+)
 _REJECTIONS: Final = frozenset({"Rejected", "NameTaken"})
 
 
@@ -110,6 +114,8 @@ def _decide(draft: Draft, poll: timedelta) -> Draft:
             return _next_attempt(draft)
     if draft.seen.suspend:
         return _suspend(draft)
+    if held(draft):
+        return draft
     if draft.accounted:
         return _next_attempt(draft)
     if child is None:
@@ -183,14 +189,16 @@ def _ended(draft: Draft, cause: Cause) -> Draft:
     draft = draft.update(restarts=restarts)
     if draft.seen.suspend and not draft.live:
         return _suspend(draft)
-    price = "free of charge" if cause.cost is Cost.FREE else f"restart {restarts}"
-    limit_text = "" if cause.cost is Cost.FREE else f" of {draft.seen.max_restarts}"
+    if cause.cost is Cost.HELD and policy_suspends(draft):
+        return hold(draft, cause.why)
+    counted = cause.cost is Cost.COUNTED
+    price = f"restart {restarts} of {draft.seen.max_restarts}" if counted else "free of charge"
     draft = draft.tell(
         RESTARTING,
         True,
         cause.why.reason,
         f"attempt {draft.status.attempt} ended: {cause.why.message}. The next attempt goes on "
-        f"from the last checkpoint ({price}{limit_text})",
+        f"from the last checkpoint ({price})",
     )
     return replace(draft, again_after=_remaining(draft))
 

@@ -3,6 +3,7 @@
 from typing import Final
 
 from kubelora_api.status import Condition, JobStatus
+from kubelora_operator.cause import HELD_REASON
 from kubelora_operator.conditions import (
     ACCEPTED,
     COMPLETE,
@@ -24,17 +25,22 @@ def notices_between(old: JobStatus, new: JobStatus) -> tuple[Notice, ...]:
     """One notice for each condition whose status or reason changed in a way worth telling."""
     before = {c.type: (c.status, c.reason) for c in old.conditions}
     changed = [c for c in new.conditions if before.get(c.type) != (c.status, c.reason)]
-    ended = {c.reason for c in changed if c.type in _BAD_WHEN_TRUE and c.status == "True"}
+    ended = {c.reason for c in changed if _is_a_bad_end(c)}
     # The same cause stands in Running=False: one Event is enough.
     telling = [c for c in changed if c.type != RUNNING or c.reason not in ended]
     return tuple(notice for c in telling if (notice := _notice(c)))
+
+
+def _is_a_bad_end(condition: Condition) -> bool:
+    kind = condition.type in _BAD_WHEN_TRUE or condition.reason == HELD_REASON
+    return kind and condition.type != RUNNING and condition.status == "True"
 
 
 def _notice(condition: Condition) -> Notice | None:
     true = condition.status == "True"
     match condition.type:
         case kind if kind in _TOLD_WHEN_TRUE and true:
-            bad = kind in _BAD_WHEN_TRUE
+            bad = _is_a_bad_end(condition)
             return Notice("Warning" if bad else "Normal", condition.reason, condition.message)
         case kind if kind == RUNNING and condition.reason not in _QUIET:
             bad = not true or condition.reason == "StatusUnreachable"

@@ -449,6 +449,8 @@ RIGHT: dict[str, Document] = {
         5,
         changed("spec/training/noiseOffset", 0.05, changed("spec/dataset/alpha", "mask")),
     ),
+    "suspended by its findings": changed("spec/health", {"policy": "Suspend"}),
+    "back once": changed("spec/health", {"policy": "Rollback"}),
     "on a CPU": changed("spec/workers", {"gpusPerNode": 0}),
     "a null is an absent field": changed("spec/adapter/alpha", None),
 }
@@ -474,6 +476,7 @@ CHANGES: tuple[Change, ...] = (
         lambda d: changed("spec/precision", {"compute": "fp32"}, d),
         "spec.precision",
     ),
+    Change("the policy", lambda d: changed("spec/health", {"policy": "Suspend"}, d), None),
     Change("suspension", lambda d: changed("spec/suspend", True, d), None),
     Change("more restarts", lambda d: changed("spec/restartPolicy", {"maxRestarts": 9}, d), None),
     Change(

@@ -120,7 +120,7 @@ def test_the_job_is_indexed_restricted_and_keeps_the_cause_of_its_failure() -> N
                         "onExitCodes": {
                             "containerName": "trainer",
                             "operator": "In",
-                            "values": [2, 3],
+                            "values": [2, 3, 5],
                         },
                     },
                     {

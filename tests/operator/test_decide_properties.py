@@ -21,6 +21,7 @@ class History:
     stale: tuple[Plan, int] | None = None
     failures: int = 0
     ended: list[int] | None = None
+    held: tuple[int, int] | None = None
 
     def work(self) -> None:
         self.world.reconcile()
@@ -47,7 +48,10 @@ class History:
             self.world.delete_child(attempts[-1 if newest else 0])
 
     def flip_suspend(self) -> None:
-        self.world.suspend = not self.world.suspend
+        self.world.edit(suspend=not self.world.suspend)
+
+    def change_policy(self) -> None:
+        self.world.edit(policy="Warn" if self.world.policy == "Suspend" else "Suspend")
 
 
 def exits(code: int) -> Callable[[History], None]:
@@ -69,6 +73,7 @@ HAPPENINGS: dict[str, Callable[[History], None]] = {
     "exit 2": exits(2),
     "exit 3": exits(3),
     "exit 4": exits(4),
+    "exit 5": exits(5),
     "exit 75": exits(75),
     "exit 143": exits(143),
     "eviction": lambda h: h.world.pod_exits(137, evicted=True),
@@ -77,6 +82,7 @@ HAPPENINGS: dict[str, Callable[[History], None]] = {
     "oldest job deleted": lambda h: h.delete_a_job(newest=False),
     "terminating pods end": lambda h: h.world.pods_end(),
     "suspend flipped": History.flip_suspend,
+    "policy changed": History.change_policy,
     "queue admits": lambda h: h.world.admit(),
     "queue preempts": lambda h: h.world.preempt(),
 }
@@ -98,6 +104,17 @@ def check(history: History) -> None:
     if history.ended is not None:
         assert world.created == history.ended, "a finished job was created again"
         assert "True" in (truth(status, "Complete"), truth(status, "Failed"))
+    check_held(history)
+
+
+def check_held(history: History) -> None:
+    """A job that its health policy suspended starts nothing until its user changed the spec."""
+    world, now = history.world, (history.world.generation, len(history.world.created))
+    told = next((c for c in world.status.conditions if c.type == "Suspended"), None)
+    if history.held and history.held[0] == now[0]:
+        assert history.held == now, "a held job was started by itself"
+    waits = told and (told.status, told.reason) == ("True", "HealthPolicy")
+    history.held = now if waits and told and told.observed_generation == now[0] else None
 
 
 def check_rest(world: World) -> None:
@@ -112,12 +129,13 @@ def check_rest(world: World) -> None:
 @given(
     restarts=st.integers(0, 3),
     queue=st.sampled_from([None, None, "team-studio"]),
+    policy=st.sampled_from(["Warn", "Suspend"]),
     happenings=st.lists(st.sampled_from(sorted(HAPPENINGS)), min_size=40, max_size=60),
 )
 def test_the_promises_hold_in_any_history(
-    restarts: int, queue: str | None, happenings: list[str]
+    restarts: int, queue: str | None, policy: str, happenings: list[str]
 ) -> None:
-    history = History(World(max_restarts=restarts, queue=queue))
+    history = History(World(max_restarts=restarts, queue=queue, policy=policy))
     for happening in happenings:
         HAPPENINGS[happening](history)
         check(history)

@@ -74,6 +74,8 @@ class World:
     status: JobStatus = field(default_factory=JobStatus)
     version: int = 1
     suspend: bool = False
+    policy: str = "Warn"
+    generation: int = 1
     children: dict[int, Child] = field(default_factory=dict)
     pods: list[TrainerPod] = field(default_factory=list)
     config_maps: set[int] = field(default_factory=set)
@@ -83,13 +85,22 @@ class World:
 
     def observe(self) -> Observation:
         return observation(
-            spec=spec(restartPolicy={"maxRestarts": self.max_restarts}),
+            spec=spec(
+                restartPolicy={"maxRestarts": self.max_restarts}, health={"policy": self.policy}
+            ),
+            generation=self.generation,
             suspend=self.suspend,
             status=self.status,
             children=tuple(self.children.values()),
             pods=tuple(self.pods),
             anchors=frozenset(self.config_maps) if self.status.attempt == 0 else frozenset(),
         )
+
+    def edit(self, **fields: object) -> None:
+        """The user changes the spec."""
+        for name, value in fields.items():
+            setattr(self, name, value)
+        self.generation += 1
 
     def apply(self, plan: Plan, version: int) -> bool:
         """Carry a plan out; False where its status write was refused as stale."""
@@ -162,7 +173,7 @@ class World:
             self.pods[self.pods.index(pod)] = ended
             if code == 0:
                 self._end_child(pod.attempt, "complete", None)
-            elif code in (2, 3):
+            elif code in (2, 3, 5):
                 told = f"Container trainer for pod studio/{pod.name} failed with exit code {code} "
                 self._end_child(
                     pod.attempt,

@@ -13,11 +13,13 @@ from kubelora_api.documents import parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.report import RunReport
 from kubelora_api.spec import Health
+from kubelora_api.status import Finding
 from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint, resume, save_checkpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
 from kubelora_trainer.learning_rates import rate_scales
 from kubelora_trainer.moving_average import open_average
 from kubelora_trainer.optimizer_choice import open_optimizer
@@ -26,6 +28,7 @@ from kubelora_trainer.output import Manifest, OutputFolder, claim_output
 from kubelora_trainer.precision import PrecisionPlan
 from kubelora_trainer.progress import LineView
 from kubelora_trainer.reporting import Reporter
+from kubelora_trainer.rollback import go_back
 from kubelora_trainer.run_log import RunLog
 from kubelora_trainer.startup_contract import FirstGradients
 from kubelora_trainer.telemetry import GradientTelemetry
@@ -95,9 +98,12 @@ class Engine:
         precision: PrecisionPlan = DEFAULT,
         policy: Health | None = None,
         attempt: int | None = None,
+        keep: int = 3,
         **training: object,
     ) -> None:
         self.warnings: list[str] = []
+        self.keep = keep
+        self.policy = policy or Health()
         self.job = job(str(path), **training)
         claimed = claim_output(path, self.job, attempt, self.warnings.append)
         assert not isinstance(claimed, Manifest)
@@ -125,7 +131,7 @@ class Engine:
         self.run_log = RunLog(self.folder, self.buffers.slots, self.position.step)
         self.reporter = Reporter(
             slots=self.buffers.slots,
-            policy=policy or Health(),
+            policy=self.policy,
             metrics=TrainerMetrics(self.registry, precision),
             exporter=self.exporter,
             run_log=self.run_log,
@@ -144,20 +150,37 @@ class Engine:
             average=self.average,
         )
         self.saved: list[SavedCheckpoint] = []
+        if self.resumed:
+            self.reporter.checkpointed(self.resumed[1], self.folder)
 
     def checkpoint(self, position: RunPosition) -> None:
         self.run_log.flush()
         window = position.micro_step - self.plan.window(position.step).start
-        self.saved.append(
-            save_checkpoint(
-                self.folder,
-                self.buffers,
-                self.saved_parts,
-                self.reporter.position(position),
-                window,
-                keep=3,
-            )
+        saved = save_checkpoint(
+            self.folder,
+            self.buffers,
+            self.saved_parts,
+            self.reporter.position(position),
+            window,
+            keep=self.keep,
+            hindsight=HINDSIGHT_STEPS if self.policy.policy == "Rollback" else None,
         )
+        self.saved.append(saved)
+        self.reporter.checkpointed(saved, self.folder)
+
+    def roll_back(self, reached: RunPosition, finding: Finding) -> RunPosition:
+        earlier = go_back(
+            self.folder,
+            self.buffers,
+            self.saved_parts,
+            reached,
+            finding,
+            last_healthy_step(finding),
+            self.warnings.append,
+        )
+        self.reporter.rewind(earlier, earlier.step)
+        self.checkpoint(earlier)
+        return earlier
 
     def train(self, *, micro_steps: int | None = None, every: int = 100) -> RunPosition:
         """Train to the end, or checkpoint and leave after ``micro_steps`` micro-steps."""
@@ -177,6 +200,7 @@ class Engine:
                 stop=lambda: micro_steps is not None and done >= micro_steps,
                 checkpoint=self.checkpoint,
                 checkpoint_every=every,
+                roll_back=self.roll_back,
             )
             if position.step < self.plan.optimizer_steps:
                 self.checkpoint(position)

@@ -125,6 +125,41 @@ def test_the_policy_fail_ends_the_run_after_a_checkpoint(train: Train, tmp_path:
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["state"] == "Failed"
 
 
+LOSING_UPDATES = (
+    "spec.training.learningRate=1e-5",
+    "spec.precision={masterWeights: bf16, allowLossyPrecision: true}",
+)
+
+
+def test_the_policy_suspend_says_how_to_go_on_and_the_same_command_does(
+    train: Train, tmp_path: Path
+) -> None:
+    given = (*LOSING_UPDATES, "spec.training.steps=12", "spec.health.policy=Suspend")
+    ended = train(*given)
+    assert ended.exit_code == 5, ended.output
+    assert "To go on and accept what was found: kubelora" in ended.output
+    manifest = tmp_path / "out" / "manifest.json"
+    assert json.loads(manifest.read_text())["state"] == "Suspended"
+    again = train(*given)
+    assert again.exit_code == 0, again.output
+    assert "resuming from" in again.output
+    assert json.loads(manifest.read_text())["state"] == "Done"
+
+
+def test_the_policy_rollback_records_what_it_left_out_and_fails_the_second_time(
+    train: Train, tmp_path: Path
+) -> None:
+    ended = train(*LOSING_UPDATES, "spec.training.steps=12", "spec.health.policy=Rollback")
+    assert ended.exit_code == 3, ended.output
+    assert "went back from step 8 to the checkpoint of step 0 because of UpdatesLost" in (
+        ended.output
+    )
+    assert "already went back to step 0" in ended.output
+    rollback = json.loads((tmp_path / "out" / "manifest.json").read_text())["record"]["rollback"]
+    # Found after the window of step 9, two micro-steps each.
+    assert (rollback["back_to"], rollback["found_at"], rollback["skipped"]) == (0, 8, [0, 18])
+
+
 def test_metrics_and_status_are_served_while_it_trains(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

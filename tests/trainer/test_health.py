@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kubelora_trainer.health import WatchState, from_json, observe, to_json
+from kubelora_trainer.health import WatchState, accept, from_json, observe, to_json
 from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 
 WELL = GroupNumbers(
@@ -88,7 +88,7 @@ def test_a_finding_that_clears_is_no_longer_active_but_stays_in_the_verdict() ->
     lossy = replace(WELL, update_lost_ratio=0.9)
     state = watch(*[lossy] * 8, *[WELL] * 5)
     assert state.active == frozenset()
-    assert state.active_critical is None
+    assert state.due is None
     assert state.verdict == "Critical"
 
 
@@ -106,3 +106,30 @@ def test_the_status_carries_the_findings() -> None:
     assert status.verdict == "Critical"
     assert [f.name for f in status.findings] == ["UpdatesLost"]
     assert status.findings[0].threshold == pytest.approx(0.5)
+
+
+def test_what_the_user_went_on_from_is_due_again_only_after_it_cleared() -> None:
+    lossy = replace(WELL, update_lost_ratio=0.9)
+    state = watch(*[lossy] * 8)
+    assert state.due is not None
+    state = accept(state)
+    for step in range(9, 12):
+        state = observe(state, numbers(step, down_lora_A=lossy))
+        assert state.due is None
+    for step in range(12, 20):
+        state = observe(state, numbers(step, down_lora_A=WELL))
+    for step in range(20, 25):
+        state = observe(state, numbers(step, down_lora_A=lossy))
+    assert state.due is not None
+
+
+def test_a_gradient_that_is_not_finite_is_an_event_that_nobody_accepts_for_the_next_time() -> None:
+    state = accept(watch(replace(WELL, grad_nonfinite=1)))
+    assert observe(state, numbers(2, down_lora_A=replace(WELL, grad_nonfinite=1))).due is not None
+
+
+def test_a_finding_that_comes_back_is_told_since_it_came_back() -> None:
+    lossy = replace(WELL, update_lost_ratio=0.9)
+    state = watch(*[lossy] * 8, *[WELL] * 5, *[replace(WELL, update_lost_ratio=0.6)] * 3)
+    finding = state.found["UpdatesLost"]
+    assert (finding.since_step, finding.value) == (16, 0.6)

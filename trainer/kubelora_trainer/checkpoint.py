@@ -28,6 +28,7 @@ from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.health import WatchState
+from kubelora_trainer.health_policy import Rollback
 from kubelora_trainer.output import OutputFolder
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -43,6 +44,7 @@ class RunPosition:
     window_samples, window_loss: samples seen and losses summed in the unfinished window; the sum
     is a fp64 scalar that stays on the device, so that no micro-step waits for it.
     norm_range: least and largest total gradient norm so far, first steps left out.
+    rollback: what a rollback left out, once there was one.
     """
 
     step: int = 0
@@ -51,6 +53,12 @@ class RunPosition:
     window_loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     norm_range: tuple[float, float] | None = None
     watch: WatchState = field(default_factory=WatchState)
+    rollback: Rollback | None = None
+
+    @property
+    def skipped(self) -> int:
+        """How far the data is ahead of the micro-steps."""
+        return self.rollback.skipped[1] - self.rollback.skipped[0] if self.rollback else 0
 
 
 class CheckpointManifest(BaseModel):
@@ -72,6 +80,7 @@ class CheckpointManifest(BaseModel):
     window_loss: float
     norm_range: tuple[float, float] | None
     watch: dict[str, Any]
+    rollback: Rollback | None = None
     layout: list[tuple[str, tuple[int, ...]]]
     parts: dict[str, JsonObject]
     files: dict[str, str]
@@ -93,8 +102,12 @@ def save_checkpoint(
     position: RunPosition,
     window_micro_steps: int,
     keep: int,
+    hindsight: int | None = None,
 ) -> SavedCheckpoint:
     """Write a checkpoint and remove all but the newest ``keep``.
+
+    hindsight: also keep the newest one that is this many optimizer steps older, for a fault shows
+    that much later.
 
     parts: by name, beside the adapter itself (``optimizer``, ...).
     window_micro_steps: micro-steps done in the unfinished window, 0 between windows.
@@ -125,6 +138,7 @@ def save_checkpoint(
                 window_loss=float(position.window_loss),
                 norm_range=position.norm_range,
                 watch=health.to_json(position.watch),
+                rollback=position.rollback,
                 layout=_layout(buffers),
                 parts={name: part.scalars() for name, part in everything.items()},
                 files=files,
@@ -135,9 +149,25 @@ def save_checkpoint(
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-    for old in list_checkpoints(root)[:-keep]:
+    oldest_wanted = None if hindsight is None else position.step - hindsight
+    for old in surplus(list_checkpoints(root), keep, oldest_wanted):
         shutil.rmtree(old.path, ignore_errors=True)
     return SavedCheckpoint(target, position.step, window_micro_steps)
+
+
+def surplus(
+    checkpoints: list[SavedCheckpoint], keep: int, oldest_wanted: int | None
+) -> list[SavedCheckpoint]:
+    """Those (of a list, oldest first) that need not be kept.
+
+    oldest_wanted: the newest checkpoint of this step or before it is kept too, and all after it,
+    for each of them will be that one later.
+    """
+    older = checkpoints[:-keep]
+    if oldest_wanted is None:
+        return older
+    floor = max((c.step for c in checkpoints if c.step <= oldest_wanted), default=0)
+    return [c for c in older if c.step < floor]
 
 
 def resume(
@@ -145,14 +175,18 @@ def resume(
     buffers: AdapterBuffers,
     parts: Mapping[str, CheckpointPart],
     warn: Callable[[str], None],
+    latest_step: int | None = None,
 ) -> tuple[RunPosition, SavedCheckpoint] | None:
     """Fill buffers and parts from the newest checkpoint that verifies; None where none is.
 
+    latest_step: look at no checkpoint of a later step.
     A checkpoint that does not verify is named in a warning, set aside and not used.
     Raises ConfigurationError for one that is whole, but made by another version or for another
     adapter.
     """
     for found in reversed(list_checkpoints(folder.place(OutputPath.CHECKPOINTS))):
+        if latest_step is not None and found.step > latest_step:
+            continue
         try:
             manifest, tensors = _read(found, folder.run_id, buffers, parts)
         except _Unusable as why:
@@ -176,6 +210,7 @@ def resume(
             ),
             norm_range=manifest.norm_range,
             watch=health.from_json(manifest.watch),
+            rollback=manifest.rollback,
         )
         return position, found
     return None

@@ -49,6 +49,7 @@ def _let_prometheus_look(run: Run, exporter: Exporter, code: ExitCode) -> None:
     phases: dict[ExitCode, RunPhase] = {
         ExitCode.DONE: "Done",
         ExitCode.INTERRUPTED: "Stopping",
+        ExitCode.HELD: "Stopping",
     }
     exporter.report = exporter.report.model_copy(update={"phase": phases.get(code, "Failed")})
     if torch.cuda.is_initialized():
@@ -63,7 +64,10 @@ def _record(run: Run, code: ExitCode, message: str) -> str | None:
     """The manifest's state for every ending but Done, which is written with its artifacts."""
     if run.folder is None:
         return None
-    states: dict[ExitCode, RunState] = {ExitCode.INTERRUPTED: "Interrupted"}
+    states: dict[ExitCode, RunState] = {
+        ExitCode.INTERRUPTED: "Interrupted",
+        ExitCode.HELD: "Suspended",
+    }
     if code == ExitCode.DONE:
         return _digest(run.folder.place(OutputPath.MANIFEST))
     try:

@@ -27,6 +27,16 @@ class NumericalError(RunEnded):
     exit_code = ExitCode.NUMERICAL
 
 
+class PolicyFailure(NumericalError):
+    """A critical finding that ``health.policy`` lets no run go on from; the state was saved."""
+
+
+class HeldByPolicy(RunEnded):
+    """A critical finding under ``health.policy: Suspend``; a checkpoint waits for the user."""
+
+    exit_code = ExitCode.HELD
+
+
 class Interrupted(RunEnded):
     """Stopped on request, after a checkpoint."""
 

@@ -23,14 +23,16 @@ class WatchState:
 
     recent: newest values by finding and group, at most the finding's window.
     judged: findings whose limit has been compared at least once.
-    found: by finding, as first raised and with the worst value since; never taken back.
+    found: by finding, as last raised and with the worst value since; never taken back.
     active: findings that the newest step still shows.
+    accepted: active findings that the user went on from; dropped once they clear.
     """
 
     recent: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
     judged: frozenset[str] = frozenset()
     found: Mapping[str, Finding] = field(default_factory=dict)
     active: frozenset[str] = frozenset()
+    accepted: frozenset[str] = frozenset()
 
     @property
     def verdict(self) -> Verdict:
@@ -43,10 +45,10 @@ class WatchState:
         return "Healthy" if self.judged >= {t.finding for t in THRESHOLDS} else "Unknown"
 
     @property
-    def active_critical(self) -> Finding | None:
-        """A critical finding that the newest step still shows."""
-        critical = (f for n, f in self.found.items() if n in self.active)
-        return next((f for f in critical if f.severity == "critical"), None)
+    def due(self) -> Finding | None:
+        """A critical finding that the newest step still shows and nobody has accepted."""
+        shown = (f for n, f in self.found.items() if n in self.active - self.accepted)
+        return next((f for f in shown if f.severity == "critical"), None)
 
     def status(self) -> HealthStatus:
         """As the job's status tells it."""
@@ -58,7 +60,31 @@ def observe(state: WatchState, numbers: StepNumbers) -> WatchState:
     for threshold in THRESHOLDS:
         if numbers.step > threshold.skip_steps:
             state = _observe_one(state, threshold, numbers)
-    return state
+    return replace(state, accepted=state.accepted & state.active)
+
+
+def accept(state: WatchState) -> WatchState:
+    """The state of a run that its user goes on with, knowing what is active.
+
+    What a single step shows is an event, and the next one is another.
+    """
+    lasting = {t.finding for t in THRESHOLDS if t.window > 1}
+    return replace(state, accepted=state.active & lasting)
+
+
+def with_finding(state: WatchState, finding: Finding) -> WatchState:
+    """The state with something found elsewhere; it stays in the verdict."""
+    return replace(state, found={**state.found, finding.name: finding})
+
+
+def last_healthy_step(finding: Finding) -> int:
+    """The last optimizer step that no value behind the finding was measured at, or after."""
+    windows = {t.finding: t.window for t in THRESHOLDS}
+    return max(0, (finding.since_step or 0) - windows.get(finding.name, 1))
+
+
+HINDSIGHT_STEPS = max(t.window for t in THRESHOLDS) + 1
+"""Steps after which a fault has shown: the longest window, and the step that numbers come late."""
 
 
 def _observe_one(state: WatchState, threshold: Threshold, numbers: StepNumbers) -> WatchState:
@@ -75,7 +101,8 @@ def _observe_one(state: WatchState, threshold: Threshold, numbers: StepNumbers) 
     found = dict(state.found)
     if broken:
         worst = (min if threshold.op == "<" else max)(broken, key=lambda g: broken[g])
-        found[name] = _finding(threshold, worst, broken[worst], numbers.step, found.get(name))
+        earlier = found.get(name) if name in state.active else None
+        found[name] = _finding(threshold, worst, broken[worst], numbers.step, earlier)
     return replace(
         state,
         recent={**state.recent, name: recent},
@@ -127,18 +154,20 @@ def to_json(state: WatchState) -> dict[str, object]:
         "judged": sorted(state.judged),
         "found": {n: f.model_dump(mode="json", by_alias=True) for n, f in state.found.items()},
         "active": sorted(state.active),
+        "accepted": sorted(state.accepted),
     }
 
 
 def from_json(saved: Mapping[str, object]) -> WatchState:
     """The state that ``to_json`` wrote."""
     recent, found = saved["recent"], saved["found"]
-    judged, active = saved["judged"], saved["active"]
+    judged, active, accepted = saved["judged"], saved["active"], saved.get("accepted", [])
     if not (
         isinstance(recent, dict)
         and isinstance(found, dict)
         and isinstance(judged, list)
         and isinstance(active, list)
+        and isinstance(accepted, list)
     ):
         raise ValueError("not a saved watchdog state")
     return WatchState(
@@ -146,4 +175,5 @@ def from_json(saved: Mapping[str, object]) -> WatchState:
         judged=frozenset(judged),
         found={n: Finding.model_validate(f) for n, f in found.items()},
         active=frozenset(active),
+        accepted=frozenset(accepted),
     )

@@ -21,10 +21,19 @@ from kubelora_api.names import OutputPath
 from kubelora_api.status import Artifact
 from kubelora_trainer.atomic_files import write_file, writing_to
 from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.health_policy import Rollback
 
-RunState = Literal["Running", "Interrupted", "Failed", "Done"]
+RunState = Literal["Running", "Interrupted", "Suspended", "Failed", "Done"]
 RECORDED_PACKAGES = ("kubelora", "torch", "diffusers", "transformers", "peft", "safetensors")
 _GROUPS_OF_IDENTITY = ("model", "dataset", "adapter", "training", "precision", "validation")
+
+
+class RunRecord(BaseModel):
+    """What a run learns about itself on its way. rollback: that it went back once."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rollback: Rollback | None = None
 
 
 class Manifest(BaseModel):
@@ -43,6 +52,7 @@ class Manifest(BaseModel):
     updated: str
     job: dict[str, Any]
     versions: dict[str, str]
+    record: RunRecord = Field(default_factory=RunRecord)
     artifacts: list[Artifact] = Field(default_factory=list)
 
 
@@ -64,13 +74,24 @@ def run_id_of(job: LoraTrainingJob) -> str:
 
 
 class OutputFolder:
-    """A claimed output folder. Every write of a run goes through ``assert_ours`` first."""
+    """A claimed output folder. Every write of a run goes through ``assert_ours`` first.
 
-    def __init__(self, path: Path, job: LoraTrainingJob, run_id: str, attempt: int) -> None:
+    record: goes into every manifest from here on; assign a new one at any time.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        job: LoraTrainingJob,
+        run_id: str,
+        attempt: int,
+        record: RunRecord | None = None,
+    ) -> None:
         self.path = path
         self.job = job
         self.run_id = run_id
         self.attempt = attempt
+        self.record = record or RunRecord()
 
     def place(self, output: OutputPath) -> Path:
         """Where ``output`` goes in this folder."""
@@ -98,6 +119,7 @@ class OutputFolder:
             updated=datetime.now(UTC).isoformat(timespec="seconds"),
             job=self.job.document(),
             versions=installed_versions(),
+            record=self.record,
             artifacts=artifacts or [],
         )
         data = manifest.model_dump_json(indent=2).encode()
@@ -130,7 +152,8 @@ def claim_output(
             f"{path}: attempt {before} of this run has begun already; attempt {attempt} is too "
             "old to write here"
         )
-    folder = OutputFolder(path, job, run_id, before + 1 if attempt is None else attempt)
+    number = before + 1 if attempt is None else attempt
+    folder = OutputFolder(path, job, run_id, number, found.record if found else None)
     folder.write_manifest("Running")
     return folder
 

@@ -28,9 +28,14 @@ class ParquetParts:
         self._target = folder.place(target)
         with writing_to(self._parts):
             self._parts.mkdir(exist_ok=True)
+        self.rewind(resumed_step)
+
+    def rewind(self, step: int) -> None:
+        """Drop the parts that hold steps after ``step``."""
+        with writing_to(self._parts):
             for path in list(self._parts.iterdir()):
                 match = _PART.fullmatch(path.name)
-                if match is None or int(match[2]) > resumed_step:
+                if match is None or int(match[2]) > step:
                     path.unlink()
 
     def write(self, table: pa.Table, first: int, last: int) -> None:

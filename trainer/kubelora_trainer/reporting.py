@@ -12,11 +12,11 @@ from dataclasses import replace
 from kubelora_api.names import OutputPath
 from kubelora_api.report import ModuleNumbers, RunPhase
 from kubelora_api.spec import Health
-from kubelora_api.status import CheckpointStatus, Finding
-from kubelora_trainer import health
+from kubelora_api.status import CheckpointStatus
+from kubelora_trainer import health, health_policy
 from kubelora_trainer.buffers import Slot
 from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint
-from kubelora_trainer.errors import NumericalError
+from kubelora_trainer.errors import HeldByPolicy
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.packed_numbers import PendingNumbers
@@ -30,10 +30,6 @@ UNSETTLED_STEPS = 3
 """First steps left out of the gradient-norm range: lora_B starts at 0."""
 PACE_STEPS = 50
 """Steps whose mean duration the time left is computed from."""
-
-
-class PolicyFailure(NumericalError):
-    """A critical finding under ``health.policy: Fail``; the state is worth a checkpoint."""
 
 
 class Reporter:
@@ -59,6 +55,7 @@ class Reporter:
         self._clock = clock
         self._pending: PendingNumbers | None = None
         self._pace: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=PACE_STEPS + 1)
+        self._rollback = position.rollback
         self.watch = position.watch
         self.norm_range = position.norm_range
 
@@ -69,12 +66,24 @@ class Reporter:
     def drain(self) -> None:
         """Read and report the numbers on their way, if any.
 
-        Raises NumericalError for a gradient that is not finite, a broken start-up contract, or
-        (PolicyFailure) a critical finding under the policy Fail.
+        Raises NumericalError for a gradient that is not finite or a broken start-up contract, and
+        what the health policy wants of a critical finding: PolicyFailure, HeldByPolicy,
+        RollbackDue.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
             self._report(pending.read())
+
+    def rewind(self, position: RunPosition, moved: int) -> None:
+        """Go on from an earlier position, where ``moved`` steps have moved something."""
+        self._pending = None
+        self._rollback = position.rollback
+        self.watch, self.norm_range = position.watch, position.norm_range
+        self._first_gradients.rewind(moved)
+        self._run_log.rewind(position.step)
+        self._exporter.report = self._exporter.report.model_copy(
+            update={"step": position.step, "health": self.watch.status()}
+        )
 
     def position(self, position: RunPosition) -> RunPosition:
         """``position`` with what the reporter remembers, for a checkpoint."""
@@ -85,8 +94,8 @@ class Reporter:
         self._exporter.report = self._exporter.report.model_copy(update={"phase": phase})
 
     def checkpointed(self, saved: SavedCheckpoint, folder: OutputFolder) -> None:
-        """Tell of a new checkpoint."""
-        self._metrics.checkpointed(saved.step, time.time())
+        """Tell of the newest checkpoint: one just written, or the one resumed from."""
+        self._metrics.checkpointed(saved.step, saved.path.stat().st_mtime)
         uri = f"{folder.job.spec.output.uri.rstrip('/')}/{OutputPath.CHECKPOINTS}/{saved.path.name}"
         status = CheckpointStatus(step=saved.step, uri=uri)
         self._exporter.report = self._exporter.report.model_copy(update={"checkpoint": status})
@@ -112,10 +121,20 @@ class Reporter:
         )
         self._run_log.append(numbers)
         self._progress.show(numbers, left)
+        self._judge(numbers)
+
+    def _judge(self, numbers: StepNumbers) -> None:
+        finding = self.watch.due
+        due = health_policy.verdict_on(finding, self._policy, self._rollback) if finding else None
+        if isinstance(due, HeldByPolicy):
+            self.watch = health.accept(self.watch)
+            raise due
+        if due and self._policy.policy == "Rollback":
+            raise due
         check_finite(self._slots, numbers)
         self._first_gradients.observe(numbers)
-        if self._policy.policy == "Fail" and (critical := self.watch.active_critical):
-            raise PolicyFailure(_policy_sentence(critical))
+        if due:
+            raise due
 
     def _timing(self, numbers: StepNumbers) -> tuple[float, float, float]:
         """Seconds of this step, samples per second and seconds left, at the recent pace."""
@@ -172,11 +191,3 @@ def significant(value: float) -> float:
 
 def _finite_or_none(value: float) -> float | None:
     return significant(value) if value - value == 0.0 else None
-
-
-def _policy_sentence(finding: Finding) -> str:
-    where = f" in {finding.group}" if finding.group else ""
-    return (
-        f"{finding.name}{where} since step {finding.since_step} and health.policy is Fail: "
-        f"{finding.message}"
-    )

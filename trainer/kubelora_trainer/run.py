@@ -14,19 +14,20 @@ from rich.console import Console
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import METRICS_PORT, ExitCode, OutputPath
 from kubelora_api.report import RunReport
-from kubelora_api.status import Artifact
+from kubelora_api.status import Artifact, Finding
 from kubelora_trainer.adapter import AdapterModule, trained_layers
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.category_losses import CategoryLosses
-from kubelora_trainer.checkpoint import RunPosition, resume, save_checkpoint
+from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint, resume, save_checkpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.counting import counting
 from kubelora_trainer.ending import conclude
-from kubelora_trainer.errors import ConfigurationError, Interrupted, RunEnded
+from kubelora_trainer.errors import ConfigurationError, HeldByPolicy, Interrupted, RunEnded
 from kubelora_trainer.export import DTYPES as EXPORT_DTYPES
 from kubelora_trainer.export import Title, dtype_that_holds, export_diffusers, export_kohya
 from kubelora_trainer.export_gate import verify_export
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
 from kubelora_trainer.learning_rates import rate_scales
 from kubelora_trainer.material import Material, open_material
 from kubelora_trainer.moving_average import open_average
@@ -43,6 +44,7 @@ from kubelora_trainer.places import resolve_output
 from kubelora_trainer.precision import describe_memory, lossy_warnings, plan_precision
 from kubelora_trainer.progress import open_progress
 from kubelora_trainer.reporting import Reporter
+from kubelora_trainer.rollback import go_back
 from kubelora_trainer.run_context import Run, RunOptions
 from kubelora_trainer.run_log import RunLog
 from kubelora_trainer.samples import draw_samples
@@ -59,6 +61,10 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
     run = Run(job, options, stop, console)
     try:
         message, artifacts = _run(run)
+    except HeldByPolicy as held:
+        ended = HeldByPolicy(f"{held}{_how_to_go_on(run)}")
+        conclude(run, ended.exit_code, str(ended), [])
+        raise ended from held
     except RunEnded as ended:
         conclude(run, ended.exit_code, str(ended), [])
         raise
@@ -116,7 +122,7 @@ def _train_and_export(
     if average:
         saved_parts["average"] = average
     results = average.weights if average else buffers.masters
-    position = _begin(run, folder, buffers, optimizer, saved_parts)
+    position, resumed_from = _begin(run, folder, buffers, optimizer, saved_parts)
     metrics.plan_steps(position.step, plan.optimizer_steps)
     exporter.report = exporter.report.model_copy(
         update={"phase": "Training", "step": position.step, "total_steps": plan.optimizer_steps}
@@ -156,8 +162,30 @@ def _train_and_export(
                 reporter.position(reached),
                 reached.micro_step - plan.window(reached.step).start,
                 spec.checkpoint.keep,
+                HINDSIGHT_STEPS if spec.health.policy == "Rollback" else None,
             )
             reporter.checkpointed(saved, folder)
+
+        def roll_back(reached: RunPosition, finding: Finding) -> RunPosition:
+            earlier = go_back(
+                folder,
+                buffers,
+                saved_parts,
+                reached,
+                finding,
+                last_healthy_step(finding),
+                run.warn,
+            )
+            reporter.rewind(earlier, steps_that_moved(spec.training, earlier.step))
+            checkpoint(earlier)
+            folder.record = folder.record.model_copy(update={"rollback": earlier.rollback})
+            folder.write_manifest("Running")
+            return earlier
+
+        if resumed_from is not None:
+            reporter.checkpointed(resumed_from, folder)
+        elif spec.health.policy == "Rollback":
+            checkpoint(position)  # what a fault in the first steps can go back to
 
         def samples(reached: RunPosition) -> None:
             every = spec.validation.every_steps
@@ -171,6 +199,7 @@ def _train_and_export(
             stop=lambda: run.stop.requested,
             checkpoint=checkpoint,
             checkpoint_every=spec.checkpoint.every_steps,
+            roll_back=roll_back,
             after_step=samples,
         )
         if position.step < plan.optimizer_steps:
@@ -208,7 +237,7 @@ def _begin(
     buffers: AdapterBuffers,
     optimizer: AdapterOptimizer,
     saved_parts: Mapping[str, CheckpointPart],
-) -> RunPosition:
+) -> tuple[RunPosition, SavedCheckpoint | None]:
     """Resume or start afresh; check and print the start-up contract."""
     resumed = resume(folder, buffers, saved_parts, run.warn)
     beside = {"optimizer state": optimizer.state_bytes}
@@ -224,10 +253,11 @@ def _begin(
             check_fresh_adapter(buffers)
             run.say("contract: a fresh adapter, |B·A| = 0")
         no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
-        return RunPosition(window_loss=no_loss)
+        return RunPosition(window_loss=no_loss), None
     position, saved = resumed
     run.say(f"resuming from {saved.path} at step {position.step}")
-    return position
+    folder.record = folder.record.model_copy(update={"rollback": position.rollback})
+    return position, saved
 
 
 def _serve(run: Run, folder: OutputFolder, registry: CollectorRegistry) -> Exporter:
@@ -308,6 +338,17 @@ def _draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None
             step,
             resolution=spec.dataset.resolution,
         )
+
+
+def _how_to_go_on(run: Run) -> str:
+    """After a suspension by the health policy; in a cluster the operator says it."""
+    if run.options.in_pod:
+        return ""
+    again = run.options.resume_command
+    return (
+        f". To go on and accept what was found: {again}; to train on whatever is found, add "
+        "--set spec.health.policy=Warn"
+    )
 
 
 def _leave_if_asked(run: Run, step: int, total: int) -> None:

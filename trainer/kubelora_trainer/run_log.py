@@ -40,6 +40,12 @@ class RunLog:
         }
         self._steps: list[StepNumbers] = []
 
+    def rewind(self, step: int) -> None:
+        """Drop the rows of all steps after ``step``, for they come again."""
+        self._steps = [numbers for numbers in self._steps if numbers.step <= step]
+        self._factors.rewind(step)
+        self._categories.rewind(step)
+
     def append(self, numbers: StepNumbers) -> None:
         """Keep one step's rows."""
         self._steps.append(numbers)

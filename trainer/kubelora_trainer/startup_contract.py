@@ -93,6 +93,10 @@ class FirstGradients:
         self._slots = slots
         self._moved = moved_before
 
+    def rewind(self, moved: int) -> None:
+        """Training goes on from a point where ``moved`` steps have moved something."""
+        self._moved = moved
+
     def observe(self, numbers: StepNumbers) -> None:
         """Judge one step. Raises NumericalError naming the modules without a gradient."""
         if numbers.learning_rate <= 0 or numbers.loss == 0.0 or self._moved >= 2:

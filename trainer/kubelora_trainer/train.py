@@ -10,15 +10,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kubelora_api.status import Finding
 from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.category_losses import CategoryLosses
 from kubelora_trainer.checkpoint import RunPosition
+from kubelora_trainer.errors import HeldByPolicy, PolicyFailure
+from kubelora_trainer.health_policy import RollbackDue
 from kubelora_trainer.moving_average import MovingAverage
 from kubelora_trainer.optimizer import AdapterOptimizer, clip_coefficient
 from kubelora_trainer.order import Plan
 from kubelora_trainer.packed_numbers import PendingNumbers, StepFacts
-from kubelora_trainer.reporting import PolicyFailure, Reporter
+from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.schedule import learning_rate
 from kubelora_trainer.startup_contract import ReachedModules
 from kubelora_trainer.telemetry import GradientTelemetry
@@ -62,29 +65,53 @@ def train(
     stop: Callable[[], bool],
     checkpoint: Callable[[RunPosition], None],
     checkpoint_every: int,
+    roll_back: Callable[[RunPosition, Finding], RunPosition],
     after_step: Callable[[RunPosition], None] = lambda position: None,
 ) -> RunPosition:
     """Train from ``position`` to the last step; returns early, between micro-steps, on ``stop``.
 
-    after_step: called after every optimizer step (sample images).
-    Raises NumericalError before a wrong number reaches a weight, and under the health policy Fail.
+    roll_back: restores an earlier position because of a finding. after_step: called after every
+    optimizer step (sample images).
+    Raises NumericalError before a wrong number reaches a weight, and what the health policy wants.
     """
     reached = ReachedModules(parts.buffers)
     while position.step < parts.plan.optimizer_steps:
         position = accumulate_window(parts, position, reached, stop)
-        try:
-            parts.reporter.drain()
-        except PolicyFailure:
-            checkpoint(position)
-            raise
+        heeded = heed(parts.reporter, position, checkpoint, roll_back)
+        if heeded is not position:
+            position = heeded
+            continue
         if stop():
             return position
         pending, position = take_step(parts, position)
         parts.reporter.expect(pending)
         if position.step % checkpoint_every == 0 or position.step == parts.plan.optimizer_steps:
-            parts.reporter.drain()
+            heeded = heed(parts.reporter, position, checkpoint, roll_back)
+            if heeded is not position:
+                position = heeded
+                continue
             checkpoint(position)
         after_step(position)
+    return position
+
+
+def heed(
+    reporter: Reporter,
+    position: RunPosition,
+    checkpoint: Callable[[RunPosition], None],
+    roll_back: Callable[[RunPosition, Finding], RunPosition],
+) -> RunPosition:
+    """Report the numbers on their way, and do as the health policy says of what they show.
+
+    Returns ``position`` itself, or an earlier one that training goes on from.
+    """
+    try:
+        reporter.drain()
+    except (PolicyFailure, HeldByPolicy):
+        checkpoint(position)
+        raise
+    except RollbackDue as due:
+        return roll_back(position, due.finding)
     return position
 
 
@@ -97,7 +124,7 @@ def accumulate_window(
     parts.telemetry.begin_window(window, micro_step)
     while micro_step < window.stop and not stop():
         with parts.telemetry.micro_step(micro_step):
-            micro_batch = parts.objective(micro_step)
+            micro_batch = parts.objective(micro_step + position.skipped)
             micro_batch.loss_sum.backward()
         reached.check()
         loss = loss + micro_batch.loss_sum.detach().double()

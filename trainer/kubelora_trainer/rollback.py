@@ -1,0 +1,58 @@
+"""Going back, once, to a checkpoint from before a fault, and on with other data.
+
+The same data would give the same weights to the bit and the same fault again. So every micro-batch
+seen since that checkpoint is left out, and training goes on with those that follow, as Chowdhery
+et al. 2022 (PaLM, sec. 5.1) did against spikes: a fault of data and state that met is passed by,
+a fault of the settings comes again and then fails the run.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from kubelora_api.names import OutputPath
+from kubelora_api.status import Finding
+from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.checkpoint import RunPosition, list_checkpoints, resume
+from kubelora_trainer.checkpoint_part import CheckpointPart
+from kubelora_trainer.errors import PolicyFailure
+from kubelora_trainer.health import with_finding
+from kubelora_trainer.health_policy import Rollback, sentence
+from kubelora_trainer.output import OutputFolder
+
+
+def go_back(
+    folder: OutputFolder,
+    buffers: AdapterBuffers,
+    parts: Mapping[str, CheckpointPart],
+    reached: RunPosition,
+    finding: Finding,
+    healthy_step: int,
+    warn: Callable[[str], None],
+) -> RunPosition:
+    """Restore the newest checkpoint of ``healthy_step`` or before; later ones are removed.
+
+    reached: where the finding was judged; none of the data up to there is used again.
+    Raises PolicyFailure where there is no such checkpoint.
+    """
+    resumed = resume(folder, buffers, parts, warn, latest_step=healthy_step)
+    if resumed is None:
+        raise PolicyFailure(
+            f"{sentence(finding)} (health.policy is Rollback, but no checkpoint from before step "
+            f"{healthy_step + 1} is left to go back to)"
+        )
+    position, saved = resumed
+    # Before the rollback is recorded: a crash in between must not resume from what is taken back.
+    for later in list_checkpoints(folder.place(OutputPath.CHECKPOINTS)):
+        if later.step > saved.step:
+            shutil.rmtree(later.path)
+    rollback = Rollback(
+        finding=finding,
+        found_at=reached.step,
+        back_to=position.step,
+        skipped=(position.micro_step, reached.micro_step),
+    )
+    warn(rollback.as_finding().message)
+    return replace(
+        position, rollback=rollback, watch=with_finding(position.watch, rollback.as_finding())
+    )
