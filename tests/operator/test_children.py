@@ -141,7 +141,7 @@ def test_the_config_map_is_immutable_and_carries_the_resolved_document_with_the_
     assert config_map["metadata"]["ownerReferences"] == [OWNER]
     told = json.loads(config_map["data"]["job.json"])
     assert told["metadata"] == {"name": "bottles", "namespace": "studio", "uid": UID}
-    assert told["spec"]["training"]["learningRate"] == 1e-4  # a default, filled in
+    assert told["spec"]["training"]["batchSize"] == 1  # a default, filled in
     assert "status" not in told
     assert parse_job(told).spec == parse_job(document()).spec
 
