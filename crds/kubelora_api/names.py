@@ -30,6 +30,8 @@ GPU_RESOURCE: Final = "nvidia.com/gpu"
 TRAINER_CONTAINER: Final = "trainer"
 METRICS_PORT_NAME: Final = "metrics"
 METRICS_PORT: Final = 9464
+RENDEZVOUS_PORT: Final = 29400
+"""Where node 0 keeps the ranks' meeting place, when there are several nodes."""
 
 ENV_ATTEMPT: Final = "KUBELORA_ATTEMPT"
 ENV_COMPLETION_INDEX: Final = "JOB_COMPLETION_INDEX"

@@ -19,12 +19,13 @@ from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint, resume, save_checkpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.gang import ALONE, Gang
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
 from kubelora_trainer.learning_rates import rate_scales
 from kubelora_trainer.moving_average import open_average
 from kubelora_trainer.optimizer_choice import open_optimizer
 from kubelora_trainer.order import Plan
-from kubelora_trainer.output import Manifest, OutputFolder, claim_output
+from kubelora_trainer.output import OutputFolder, claim_output
 from kubelora_trainer.precision import PrecisionPlan
 from kubelora_trainer.progress import LineView
 from kubelora_trainer.reporting import Reporter
@@ -88,6 +89,13 @@ def objective_of(factors: list[Factor]) -> Callable[[int], Loss]:
     return objective
 
 
+def _aside(folder: OutputFolder, rank: int) -> OutputFolder:
+    """Where a rank that writes nothing of the run may keep its log."""
+    path = folder.path / f"rank{rank}"
+    path.mkdir(exist_ok=True)
+    return OutputFolder(path, folder.job, folder.run_id, folder.attempt)
+
+
 class Engine:
     """Everything that `run.py` puts together, without model and images."""
 
@@ -99,17 +107,21 @@ class Engine:
         policy: Health | None = None,
         attempt: int | None = None,
         keep: int = 3,
+        gang: Gang = ALONE,
         **training: object,
     ) -> None:
         self.warnings: list[str] = []
         self.keep = keep
         self.policy = policy or Health()
         self.job = job(str(path), **training)
-        claimed = claim_output(path, self.job, attempt, self.warnings.append)
-        assert not isinstance(claimed, Manifest)
+        self.first = gang.share.rank == 0
+        claimed = gang.told_by_first(
+            claim_output(path, self.job, attempt, self.warnings.append) if self.first else None
+        )
+        assert isinstance(claimed, OutputFolder)
         self.folder: OutputFolder = claimed
         self.factors = tiny_factors()
-        self.buffers = AdapterBuffers(self.factors, precision)
+        self.buffers = AdapterBuffers(self.factors, precision, gang.tail_elements(0))
         spec: Training = self.job.spec.training
         scales = rate_scales(self.buffers.slots, spec)
         self.optimizer = open_optimizer(self.buffers, spec.optimizer, scales)
@@ -122,13 +134,15 @@ class Engine:
         if self.average:
             self.saved_parts["average"] = self.average
         self.resumed = resume(self.folder, self.buffers, self.saved_parts, self.warnings.append)
-        self.position = self.resumed[0] if self.resumed else RunPosition()
+        begin = self.resumed[0] if self.resumed else RunPosition()
+        self.position = gang.adopt(begin, self.buffers, [])
         steps = spec.steps or 1
         self.plan = Plan(steps, steps * spec.gradient_accumulation, spec.gradient_accumulation)
         self.registry = CollectorRegistry()
         report = RunReport(run_id="tiny", attempt=1, phase="Training", total_steps=steps)
         self.exporter = Exporter(self.registry, report, 0, any_port=True, everywhere=False)
-        self.run_log = RunLog(self.folder, self.buffers.slots, self.position.step)
+        logged = self.folder if self.first else _aside(claimed, gang.share.rank)
+        self.run_log = RunLog(logged, self.buffers.slots, self.position.step)
         self.reporter = Reporter(
             slots=self.buffers.slots,
             policy=self.policy,
@@ -148,12 +162,15 @@ class Engine:
             telemetry=self.telemetry,
             reporter=self.reporter,
             average=self.average,
+            gang=gang,
         )
         self.saved: list[SavedCheckpoint] = []
         if self.resumed:
             self.reporter.checkpointed(self.resumed[1], self.folder)
 
     def checkpoint(self, position: RunPosition) -> None:
+        if not self.first:
+            return
         self.run_log.flush()
         window = position.micro_step - self.plan.window(position.step).start
         saved = save_checkpoint(
@@ -182,8 +199,14 @@ class Engine:
         self.checkpoint(earlier)
         return earlier
 
-    def train(self, *, micro_steps: int | None = None, every: int = 100) -> RunPosition:
-        """Train to the end, or checkpoint and leave after ``micro_steps`` micro-steps."""
+    def train(
+        self,
+        *,
+        micro_steps: int | None = None,
+        every: int = 100,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> RunPosition:
+        """Train to the end, or checkpoint and leave: after ``micro_steps``, or on ``stop``."""
         done = 0
         objective = self.parts.objective
 
@@ -197,7 +220,7 @@ class Engine:
             position = train(
                 parts,
                 self.position,
-                stop=lambda: micro_steps is not None and done >= micro_steps,
+                stop=lambda: stop() or (micro_steps is not None and done >= micro_steps),
                 checkpoint=self.checkpoint,
                 checkpoint_every=every,
                 roll_back=self.roll_back,

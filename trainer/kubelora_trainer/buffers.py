@@ -74,13 +74,14 @@ class AdapterBuffers:
 
     working: type ``plan.compute``; the parameters of the model are views of it.
     gradient: type ``plan.accumulator``; every ``parameter.grad`` is a view of it.
+    reduced: the gradient, and ``tail`` elements behind it that are summed over ranks with it.
     masters: type ``plan.masters``; the working copy itself where the types agree.
     optimizer_gradient: what the optimizer reads, in the masters' type; the gradient buffer itself
     where the types agree.
     master_parameters: per-factor parameters over the masters, in slot order.
     """
 
-    def __init__(self, factors: Iterable[Factor], plan: PrecisionPlan) -> None:
+    def __init__(self, factors: Iterable[Factor], plan: PrecisionPlan, tail: int = 0) -> None:
         ordered = sorted(factors, key=lambda f: f.group)
         if not ordered:
             raise ValueError("an adapter without factors has nothing to train")
@@ -94,7 +95,8 @@ class AdapterBuffers:
             slot.of(self.masters).copy_(slot.factor.parameter.detach())
         shared = plan.masters == plan.compute
         self.working = self.masters if shared else self.masters.to(plan.compute)
-        self.gradient = torch.zeros(self.numel, dtype=plan.accumulator, device=device)
+        self.reduced = torch.zeros(self.numel + tail, dtype=plan.accumulator, device=device)
+        self.gradient = self.reduced[: self.numel]
         self.optimizer_gradient = (
             self.gradient
             if plan.accumulator == plan.masters

@@ -44,6 +44,7 @@ class CategoryLosses:
     """Sums up the unfinished window. A `CheckpointPart`: windows are resumed in their middle.
 
     categories: of each sample of the dataset, empty for none. Without any there is nothing to sum.
+    sums: of the window so far, fp64 (2, C).
     """
 
     def __init__(self, categories: Sequence[str], device: torch.device) -> None:
@@ -52,7 +53,7 @@ class CategoryLosses:
         if self.names:
             last = position.get(OTHER, 0)
             self._of_sample = [position.get(category or NONE, last) for category in categories]
-        self._sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)
 
     def watching(
         self, objective: Callable[[int], MicroBatchLoss], order: SampleOrder
@@ -72,16 +73,16 @@ class CategoryLosses:
             return
         where = torch.tensor([self._of_sample[s] for s in samples], device=losses.device)
         values = torch.stack([losses.detach().double(), torch.ones_like(losses).double()])
-        self._sums.index_add_(1, where, values)
+        self.sums.index_add_(1, where, values)
 
     def take(self) -> CategorySums:
         """The window's sums; a new window begins."""
-        taken, self._sums = self._sums, torch.zeros_like(self._sums)
+        taken, self.sums = self.sums, torch.zeros_like(self.sums)
         return CategorySums(self.names, taken)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The unfinished window's sums."""
-        return {"sums": self._sums}
+        return {"sums": self.sums}
 
     def scalars(self) -> JsonObject:
         """Whose they are."""
@@ -90,7 +91,7 @@ class CategoryLosses:
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
         """Take over sums of the same categories; others (the data has changed) begin anew."""
         if scalars.get("names") == list(self.names):
-            self._sums.copy_(tensors["sums"])
+            self.sums.copy_(tensors["sums"])
 
 
 def bounded_names(categories: Sequence[str]) -> tuple[str, ...]:

@@ -37,6 +37,12 @@ class HeldByPolicy(RunEnded):
     exit_code = ExitCode.HELD
 
 
+class PeerLost(RunEnded):
+    """Another rank of the run went away; never the cause, which is in that rank's words."""
+
+    exit_code = ExitCode.PEER_LOST
+
+
 class Interrupted(RunEnded):
     """Stopped on request, after a checkpoint."""
 

@@ -144,6 +144,31 @@ class Plan:
         return range(start, min(start + self.accumulation, self.micro_steps))
 
 
+@dataclass(frozen=True)
+class Share:
+    """The micro-steps that one rank of several does: every ``size``-th of a window's.
+
+    A micro-batch is never split, so its samples, its draws and the weight of the window are the
+    same however many ranks there are. Some ranks have one more than others, or none.
+    """
+
+    rank: int
+    size: int
+
+    def of(self, micro_steps: range) -> range:
+        """This rank's micro-steps among those that a window still needs."""
+        return micro_steps[self.rank :: self.size]
+
+    def after(self, micro_step: int, accumulation: int) -> int:
+        """The micro-step that this rank does after ``micro_step``."""
+        window_end = (micro_step // accumulation + 1) * accumulation
+        following = micro_step + self.size
+        return following if following < window_end else window_end + self.rank
+
+
+WHOLE = Share(0, 1)
+
+
 def plan_of(training: Training, order: SampleOrder) -> Plan:
     """Steps to run: as told, or as many as ``epochs`` passes over the samples need."""
     accumulation = training.gradient_accumulation

@@ -78,7 +78,7 @@ class AccumulationProbe:
         self._shadow.copy_(tensors["shadow"])
 
     def _is_last(self, micro_step: int) -> bool:
-        return micro_step == self._window.stop - 1
+        return micro_step == self._window[-1]
 
 
 def absorbed_ratio(sample: GroupSample, before: Tensor, addend: Tensor, total: Tensor) -> Tensor:

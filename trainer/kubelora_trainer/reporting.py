@@ -21,7 +21,7 @@ from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.progress import ProgressView
-from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.run_log import NoLog, RunLog
 from kubelora_trainer.startup_contract import FirstGradients, check_finite
 from kubelora_trainer.step_numbers import StepNumbers
 
@@ -42,7 +42,7 @@ class Reporter:
         policy: Health,
         metrics: TrainerMetrics,
         exporter: Exporter,
-        run_log: RunLog,
+        run_log: RunLog | NoLog,
         progress: ProgressView,
         first_gradients: FirstGradients,
         position: RunPosition,

@@ -34,3 +34,20 @@ class StopRequest:
     def name(self) -> str:
         """``SIGTERM`` or ``Ctrl-C``."""
         return "Ctrl-C" if self._signal == signal.SIGINT else "SIGTERM"
+
+
+class RankStopRequest(StopRequest):
+    """The same for a rank, whose launcher passes the request on.
+
+    A terminal's Ctrl-C reaches rank and launcher alike, so a second one is no reason to end at
+    once; the launcher's death, told by SIGINT too, is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._launcher = os.getppid()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getppid() != self._launcher:
+            os._exit(128 + signal.SIGINT)
+        self._signal = signal.Signals(number)

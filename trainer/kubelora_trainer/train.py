@@ -16,6 +16,7 @@ from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.category_losses import CategoryLosses
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.errors import HeldByPolicy, PolicyFailure
+from kubelora_trainer.gang import ALONE, Exchanged, Gang
 from kubelora_trainer.health_policy import RollbackDue
 from kubelora_trainer.moving_average import MovingAverage
 from kubelora_trainer.optimizer import AdapterOptimizer, clip_coefficient
@@ -56,6 +57,12 @@ class Parts:
     reporter: Reporter
     average: MovingAverage | None = None
     categories: CategoryLosses | None = None
+    gang: Gang = ALONE
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """What is summed over a window's samples beside gradient and loss; fp64."""
+        return [self.categories.sums] if self.categories else []
 
 
 def train(
@@ -68,7 +75,8 @@ def train(
     roll_back: Callable[[RunPosition, Finding], RunPosition],
     after_step: Callable[[RunPosition], None] = lambda position: None,
 ) -> RunPosition:
-    """Train from ``position`` to the last step; returns early, between micro-steps, on ``stop``.
+    """Train from ``position`` to the last step; returns early on ``stop``: a single rank between
+    micro-steps, several at the window's end, together.
 
     roll_back: restores an earlier position because of a finding. after_step: called after every
     optimizer step (sample images).
@@ -76,14 +84,17 @@ def train(
     """
     reached = ReachedModules(parts.buffers)
     while position.step < parts.plan.optimizer_steps:
-        position = accumulate_window(parts, position, reached, stop)
+        in_window = parts.gang.between_micro_steps(stop)
+        position = accumulate_window(parts, position, reached, in_window)
+        exchanged = parts.gang.exchange(parts.buffers, position, stop(), parts.sums)
+        position = exchanged.position
         heeded = heed(parts.reporter, position, checkpoint, roll_back)
         if heeded is not position:
             position = heeded
             continue
-        if stop():
+        if exchanged.stopping:
             return position
-        pending, position = take_step(parts, position)
+        pending, position = take_step(parts, exchanged)
         parts.reporter.expect(pending)
         if position.step % checkpoint_every == 0 or position.step == parts.plan.optimizer_steps:
             heeded = heed(parts.reporter, position, checkpoint, roll_back)
@@ -118,24 +129,29 @@ def heed(
 def accumulate_window(
     parts: Parts, position: RunPosition, reached: ReachedModules, stop: Callable[[], bool]
 ) -> RunPosition:
-    """Run the window's micro-steps that are still to do; gradients sum up in the flat buffer."""
+    """Run this rank's micro-steps of the window; gradients sum up in the flat buffer."""
     window = parts.plan.window(position.step)
-    loss, samples, micro_step = position.window_loss, position.window_samples, position.micro_step
-    parts.telemetry.begin_window(window, micro_step)
-    while micro_step < window.stop and not stop():
+    own, begun = parts.gang.share.of(window), position.micro_step > window.start
+    loss, samples, done = position.window_loss, position.window_samples, position.micro_step
+    parts.telemetry.begin_window(own, position.micro_step if begun else own.start)
+    for micro_step in parts.gang.share.of(range(position.micro_step, window.stop)):
+        if stop():
+            break
         with parts.telemetry.micro_step(micro_step):
             micro_batch = parts.objective(micro_step + position.skipped)
             micro_batch.loss_sum.backward()
         reached.check()
         loss = loss + micro_batch.loss_sum.detach().double()
         samples += micro_batch.samples
-        micro_step += 1
-    return replace(position, micro_step=micro_step, window_samples=samples, window_loss=loss)
+        done = micro_step + 1
+    else:
+        done = window.stop
+    return replace(position, micro_step=done, window_samples=samples, window_loss=loss)
 
 
-def take_step(parts: Parts, position: RunPosition) -> tuple[PendingNumbers, RunPosition]:
-    """Turn the finished window into one optimizer step."""
-    buffers, telemetry = parts.buffers, parts.telemetry
+def take_step(parts: Parts, exchanged: Exchanged) -> tuple[PendingNumbers, RunPosition]:
+    """Turn the finished window into one optimizer step, the same on every rank."""
+    position, buffers, telemetry = exchanged.position, parts.buffers, parts.telemetry
     rate = learning_rate(parts.training, position.step, parts.plan.optimizer_steps)
     buffers.assert_bound()
     buffers.normalise(position.window_samples)
@@ -155,6 +171,7 @@ def take_step(parts: Parts, position: RunPosition) -> tuple[PendingNumbers, RunP
         own_rate=parts.optimizer.own_rate,
     )
     categories = parts.categories.take() if parts.categories else None
-    pending = telemetry.pack(facts, position.window_loss, categories)
+    divergence = torch.full_like(position.window_loss, exchanged.divergence)
+    pending = telemetry.pack(facts, position.window_loss, categories, divergence)
     no_loss = torch.zeros_like(position.window_loss)
     return pending, replace(position, step=position.step + 1, window_samples=0, window_loss=no_loss)

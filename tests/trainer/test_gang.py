@@ -1,0 +1,217 @@
+"""Several ranks train what one rank trains: the same samples, weights and order, stopped as one."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kubelora_api.names import ExitCode
+from kubelora_trainer.errors import Interrupted
+from kubelora_trainer.gang import Gang, checksum
+from kubelora_trainer.launch import deciding, exit_code_of, sentence_of
+from kubelora_trainer.order import Plan, SampleOrder, Share
+from kubelora_trainer.precision import PrecisionPlan
+from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.step_numbers import StepNumbers
+from kubelora_trainer.stop_request import StopRequest
+from tests.trainer.engine import Engine, Loss, objective_of
+from tests.trainer.gangs import InGang, run_gang
+
+FP32 = PrecisionPlan(torch.float32, torch.float32, torch.float32)
+BF16 = PrecisionPlan(torch.bfloat16, torch.float32, torch.float32)
+
+
+def seen_by(size: int, steps: range, accumulation: int) -> list[list[int]]:
+    """Micro-steps of each rank, in its order, over some optimizer steps."""
+    plan = Plan(steps.stop, steps.stop * accumulation, accumulation)
+    return [
+        [m for step in steps for m in Share(rank, size).of(plan.window(step))]
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize(("size", "accumulation"), [(1, 3), (2, 3), (3, 8), (4, 3)])
+def test_ranks_share_each_window_and_together_see_every_micro_step_once(
+    size: int, accumulation: int
+) -> None:
+    shares = seen_by(size, range(5), accumulation)
+    assert sorted(m for share in shares for m in share) == list(range(5 * accumulation))
+    counts = [len(share) for share in seen_by(size, range(1), accumulation)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_a_rank_reads_ahead_what_it_does_next() -> None:
+    for size in (1, 2, 3):
+        for rank, share in enumerate(seen_by(size, range(4), 5)):
+            following = [Share(rank, size).after(m, 5) for m in share]
+            assert following[:-1] == share[1:]
+
+
+def test_a_micro_batch_stays_whole_whatever_the_number_of_ranks() -> None:
+    """Two sizes of image, three and two samples: each micro-batch of two is of one size alone."""
+    groups = ((0, 1, 2), (3, 4))
+    order = SampleOrder(seed=5, samples=5, batch_size=2, groups=groups)
+    for share in seen_by(2, range(4), 3):
+        for micro_step in share:
+            samples = {draw.sample for draw in order.samples_of(micro_step)}
+            assert samples <= set(groups[0]) or samples <= set(groups[1])
+
+
+def train_engine(
+    path: Path,
+    precision: PrecisionPlan = FP32,
+    *,
+    before: Callable[[Engine, int], None] = lambda engine, micro_step: None,
+    stop_after: int | None = None,
+    steps: int = 6,
+) -> InGang:
+    """A run of the tiny engine whose micro-batches hold one to three samples.
+
+    before: called on every rank before each of its micro-steps. stop_after: micro-steps after which
+    a rank is asked to stop. Each rank returns its weights, what it reported, what it saw.
+    """
+
+    def work(gang: Gang, stop: StopRequest) -> Any:
+        engine = Engine(
+            path,
+            precision=precision,
+            attempt=1,
+            gang=gang,
+            steps=steps,
+            gradientAccumulation=3,
+            learningRate=1e-3,
+        )
+        objective = objective_of(engine.factors)
+        seen: list[int] = []
+
+        def uneven(micro_step: int) -> Loss:
+            before(engine, micro_step)
+            seen.append(micro_step)
+            samples = 1 + micro_step % 3
+            losses = [objective(100 * micro_step + n).loss_sum for n in range(samples)]
+            return Loss(torch.stack(losses).sum(), samples)
+
+        engine.parts = replace(engine.parts, objective=uneven)
+        noted: list[StepNumbers] = []
+        engine.reporter._run_log = Noted(engine.run_log, noted)  # type: ignore[assignment]
+        position = engine.train(
+            micro_steps=stop_after, stop=lambda: stop.requested, every=engine.plan.optimizer_steps
+        )
+        if position.step < engine.plan.optimizer_steps and stop.requested:
+            raise Interrupted("stopped")
+        return {
+            "masters": engine.buffers.masters.tolist(),
+            "losses": [n.loss for n in noted],
+            "norms": [n.grad_norm for n in noted],
+            "samples": [n.samples for n in noted],
+            "divergence": [n.rank_divergence for n in noted],
+            "seen": seen,
+            "position": [position.step, position.micro_step],
+        }
+
+    return work
+
+
+@dataclass
+class Noted:
+    """A step log that keeps what passes through."""
+
+    log: RunLog
+    steps: list[StepNumbers]
+
+    def append(self, numbers: StepNumbers) -> None:
+        self.steps.append(numbers)
+        self.log.append(numbers)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [(FP32, 2e-7), (BF16, 2e-3)], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("size", [2, 4], ids=["uneven", "one without samples"])
+def test_ranks_agree_with_one_process_on_the_same_global_batch(
+    tmp_path: Path, size: int, precision: PrecisionPlan, tolerance: float
+) -> None:
+    """Windows of three micro-batches: two ranks do two and one, of four ranks one does none."""
+    _, (alone,) = run_gang(1, train_engine(tmp_path / "1", precision), tmp_path / "a")
+    ends, ranks = run_gang(size, train_engine(tmp_path / "n", precision), tmp_path / "b")
+    assert [end.code for end in ends] == [0] * size
+    for rank in ranks[1:]:
+        assert rank["masters"] == ranks[0]["masters"], "equal to the bit"
+        assert rank["losses"] == ranks[0]["losses"]
+    assert ranks[0]["samples"] == [6] * 6, "1 + 2 + 3 samples in every window"
+    for name in ("losses", "norms"):
+        assert ranks[0][name] == pytest.approx(alone[name], rel=tolerance)
+    assert ranks[0]["masters"] == pytest.approx(alone["masters"], rel=0, abs=tolerance)
+    assert ranks[0]["divergence"] == [0.0] * 6
+    assert all(math.isnan(d) for d in alone["divergence"])
+
+
+def test_a_rank_whose_weights_differ_by_one_bit_shows_in_the_divergence(tmp_path: Path) -> None:
+    """Rank 1's first weight is moved by one unit in the last place, during the fourth window."""
+
+    def disturb(engine: Engine, micro_step: int) -> None:
+        if not engine.first and micro_step == 3 * 3 + 1:
+            engine.buffers.masters.view(torch.int32)[0] += 1
+
+    _, ranks = run_gang(2, train_engine(tmp_path / "n", before=disturb), tmp_path / "b")
+    for rank in ranks:
+        assert rank["divergence"][:4] == [0.0, 0.0, 0.0, 1.0]
+        assert all(d > 0 for d in rank["divergence"][3:])
+
+
+def test_the_checksum_is_the_sum_of_bit_patterns() -> None:
+    values = torch.tensor([1.0, 2.0, -0.0])  # 0x3f800000, 0x40000000, 0x80000000
+    assert checksum(values).item() == 0x3F800000 + 0x40000000 - 0x80000000
+    assert checksum(values.bfloat16()).item() == 0x3F80 + 0x4000 - 0x8000
+
+
+def test_the_number_of_ranks_may_change_at_every_resume(tmp_path: Path) -> None:
+    """Two ranks, then one that stops inside a window, then two again: the run of one process."""
+    _, (alone,) = run_gang(1, train_engine(tmp_path / "1"), tmp_path / "a")
+    legs = []
+    for number, (size, stop_after) in enumerate([(2, 3), (1, 5), (2, None)]):
+        work = train_engine(tmp_path / "n", stop_after=stop_after)
+        ends, ranks = run_gang(size, work, tmp_path / f"leg{number}")
+        assert [end.code for end in ends] == [0] * size
+        assert all(rank["position"] == ranks[0]["position"] for rank in ranks)
+        legs.append(ranks)
+    assert legs[0][0]["position"] == [1, 6], "at the end of the window in which it was asked"
+    assert legs[1][0]["position"] == [3, 11], "in the middle of a window"
+    seen = [m for ranks in legs for rank in ranks for m in rank["seen"]]
+    assert sorted(seen) == list(range(18)), "every micro-step once, whoever did it"
+    assert legs[2][0]["masters"] == pytest.approx(alone["masters"], rel=0, abs=2e-7)
+
+
+def test_a_stop_ends_all_ranks_at_one_window_with_one_checkpoint(tmp_path: Path) -> None:
+    marker = tmp_path / "third window"
+
+    def mark(engine: Engine, micro_step: int) -> None:
+        if micro_step >= 6:
+            marker.touch()
+            time.sleep(0.05)
+
+    work = train_engine(tmp_path / "n", before=mark, steps=200)
+    ends, _ = run_gang(2, work, tmp_path / "b", stop=marker.exists)
+    assert [end.code for end in ends] == [75, 75]
+    assert exit_code_of(deciding(ends)) == 75
+    (saved,) = (tmp_path / "n" / "checkpoints").iterdir()
+    assert saved.name.endswith(".3"), "a whole window of three, not yet turned into a step"
+
+
+def test_a_killed_rank_ends_the_gang(tmp_path: Path) -> None:
+    def die(engine: Engine, micro_step: int) -> None:
+        if not engine.first and micro_step >= 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ends, _ = run_gang(2, train_engine(tmp_path / "n", before=die), tmp_path / "b")
+    assert {end.rank: end.code for end in ends} == {1: -9, 0: ExitCode.PEER_LOST}
+    assert not any(end.by_us for end in ends), "the other rank noticed by itself"
+    assert exit_code_of(deciding(ends)) == 137
+    assert "rank 1 of 2 was killed by SIGKILL" in sentence_of(deciding(ends), 2)
