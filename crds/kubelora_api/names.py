@@ -75,6 +75,7 @@ class OutputPath(StrEnum):
     CHECKPOINTS = "checkpoints"
     SAMPLES = "samples"
     RUN_LOG = "metrics.parquet"
+    GROUP_LOG = "groups.parquet"
     CATEGORY_LOG = "categories.parquet"
     PREFLIGHT = "preflight.json"
     MANIFEST = "manifest.json"

@@ -1,10 +1,12 @@
 """metrics.parquet: every step and module once, through kills and resumes."""
 
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from kubelora_trainer.step_numbers import GROUP_FIELDS
 from tests.trainer.engine import Engine
 
 
@@ -31,6 +33,54 @@ def test_one_row_per_step_and_factor_with_its_own_norm(tmp_path: Path) -> None:
         assert [r["total_grad_norm"] for r in of_step] == pytest.approx([total] * 4, rel=1e-6)
 
 
+def test_a_factor_has_its_own_balance_and_update_scale(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, steps=3, learningRate=1e-3)
+    engine.train()
+    table = rows(engine.run_log.finish())
+    first, last = table[:4], table[-4:]
+    # While lora_B is 0 both products of the identity are 0, and lora_A has no gradient: it moves by
+    # its decay alone, rate * 0.01 * weight.
+    assert [r["lora_balance"] for r in first] == [None] * 4
+    assert [r["factor"] for r in first] == ["lora_A", "lora_B"] * 2
+    assert 0 < float(str(first[0]["update_scale"])) < 0.05
+    # Adam's first step is rate * sign(g). The middle of the five targets is met from the start (x
+    # is compared with its mirror image), so a fifth of lora_B has no gradient.
+    assert float(str(first[1]["update_scale"])) == pytest.approx(0.8**0.5, rel=1e-3)
+    assert all(0 < float(str(r["lora_balance"])) < 0.05 for r in last)
+    assert [r["micro_steps"] for r in last] == [r["backward_passes"] for r in last] == [3] * 4
+    clipped = [float(str(r["clipped_grad_norm"])) for r in last]
+    total = float(str(last[0]["total_grad_norm"]))
+    assert clipped == pytest.approx([min(total, 1.0)] * 4, rel=1e-4)
+
+
+def test_groups_have_a_table_with_every_measurement(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, steps=2)
+    engine.train()
+    factors = rows(engine.run_log.finish())
+    groups = rows(tmp_path / "groups.parquet")
+    assert [(r["step"], r["group"]) for r in groups[:2]] == [(1, "down.lora_A"), (1, "down.lora_B")]
+    assert len(groups) == 8
+    assert set(GROUP_FIELDS.values()) < set(groups[0])
+    assert groups[0]["accumulation_error_ratio"] is None  # an fp32 accumulator
+    assert groups[0]["grad_zero_ratio"] == 1.0
+    assert groups[1]["grad_norm"] == factors[1]["grad_norm"]  # one module a group here
+
+
+def test_rows_are_written_before_they_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kubelora_trainer.run_log.ROWS_IN_MEMORY", 8)  # two steps of four factors
+    engine = Engine(tmp_path, steps=5)
+    engine.train()
+    parts = sorted(p.name for p in (tmp_path / "metrics.parts").iterdir())
+    assert parts[:2] == [
+        "steps-00000001-00000002.parquet",
+        "steps-00000003-00000004.parquet",
+    ]
+    steps = [r["step"] for r in rows(engine.run_log.finish())]
+    assert steps == [step for step in range(1, 6) for _ in range(4)]
+
+
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     whole = Engine(tmp_path / "whole")
     whole.train()
@@ -50,3 +100,38 @@ def test_steps_after_the_last_checkpoint_come_again_after_a_kill(tmp_path: Path)
     again.train()
     steps = [r["step"] for r in rows(again.run_log.finish())]
     assert steps == [step for step in range(1, 7) for _ in range(4)]
+
+
+def test_the_documents_example_runs_on_a_real_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = Engine(tmp_path, steps=10)
+    engine.train()
+    engine.run_log.finish()
+    text = (Path(__file__).parents[2] / "docs" / "run-log.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(example, names)
+    printed = capsys.readouterr().out
+    for expected in ("down_blocks.0.to_q", "up_blocks.0.to_q", "up.lora_B"):
+        assert expected in printed
+    table = rows(tmp_path / "metrics.parquet")
+    of_factor = [
+        float(str(r["grad_norm"]))
+        for r in table
+        if (r["module"], r["factor"]) == ("up_blocks.0.to_q", "lora_B")
+    ]
+    # A fifth of ten steps is two, and a median of two is their mean.
+    ratio = (of_factor[8] + of_factor[9]) / (of_factor[0] + of_factor[1])
+    assert names["shrunk"]["up_blocks.0.to_q", "lora_B"] == pytest.approx(ratio, rel=1e-5)  # type: ignore[index]
+
+
+def test_every_column_is_told_in_the_document(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, steps=1)
+    engine.train()
+    tables = (engine.run_log.finish(), tmp_path / "groups.parquet")
+    text = (Path(__file__).parents[2] / "docs" / "run-log.md").read_text()
+    for path in tables:
+        for column in pq.read_schema(path).names:
+            assert f"`{column}`" in text, column

@@ -162,7 +162,11 @@ def _make_room(
     path: Path, found: Manifest | None, replace: bool, warn: Callable[[str], None]
 ) -> None:
     """Refuse what another run left, or clear it away when told to; other files are not ours."""
-    ours = {Path(p).parts[0] for p in OutputPath} | {RUN_LOG_PARTS, CATEGORY_LOG_PARTS}
+    ours = {Path(p).parts[0] for p in OutputPath} | {
+        RUN_LOG_PARTS,
+        GROUP_LOG_PARTS,
+        CATEGORY_LOG_PARTS,
+    }
     present = sorted(name for name in ours if (path / name).exists())
     if not present:
         return
@@ -180,6 +184,7 @@ def _make_room(
 
 
 RUN_LOG_PARTS = "metrics.parts"
+GROUP_LOG_PARTS = "groups.parts"
 CATEGORY_LOG_PARTS = "categories.parts"
 """Folders of the run log's parts while the run goes on."""
 

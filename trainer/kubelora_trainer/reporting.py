@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kubelora_api.names import OutputPath
-from kubelora_api.report import ModuleNumbers, RunPhase
+from kubelora_api.report import RunPhase
 from kubelora_api.spec import Health
 from kubelora_api.status import CheckpointStatus
 from kubelora_trainer import health, health_policy
@@ -24,8 +24,8 @@ from kubelora_trainer.progress import ProgressView
 from kubelora_trainer.run_log import NoLog, RunLog
 from kubelora_trainer.startup_contract import FirstGradients, check_finite
 from kubelora_trainer.step_numbers import StepNumbers
+from kubelora_trainer.worst_modules import worst_modules
 
-WORST_MODULES = 10
 UNSETTLED_STEPS = 3
 """First steps left out of the gradient-norm range: lora_B starts at 0."""
 PACE_STEPS = 50
@@ -145,28 +145,6 @@ class Reporter:
         samples = sum(count for _, count in list(self._pace)[1:])
         left = self._exporter.report.total_steps - numbers.step
         return self._pace[-1][0] - before, samples / elapsed, left * elapsed / steps
-
-
-def worst_modules(slots: tuple[Slot, ...], numbers: StepNumbers) -> list[ModuleNumbers]:
-    """The factors with the largest gradients, those that are not finite first (as 0 of 0)."""
-
-    def key(index: int) -> float:
-        norm = numbers.factor_norms[index]
-        return norm if norm - norm == 0.0 else float("inf")
-
-    order = sorted(range(len(slots)), key=key, reverse=True)[:WORST_MODULES]
-    return [
-        ModuleNumbers(
-            module=slots[i].factor.name,
-            metric="grad_norm",
-            value=significant(min(key(i), _JSON_MAX)),
-        )
-        for i in order
-    ]
-
-
-_JSON_MAX = 3.4e38
-"""JSON has no infinity; a norm that is not finite is told as fp32's largest number."""
 
 
 def _widen(seen: tuple[float, float] | None, norm: float, step: int) -> tuple[float, float] | None:

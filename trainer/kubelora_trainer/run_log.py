@@ -1,18 +1,11 @@
-"""``metrics.parquet``: one row per optimizer step and adapter factor, for notebooks.
+"""The run's log, three tables for notebooks; ``docs/run-log.md`` tells their columns.
 
-Columns:
-- ``step`` int32: optimizer steps done, this one included;
-- ``module`` string, ``factor`` string (``lora_A`` or ``lora_B``), ``group`` string;
-- ``grad_norm`` float32, ``grad_absmax`` float32: of the accumulated gradient before clipping;
-- ``loss`` float32, ``learning_rate`` float64, ``total_grad_norm`` float32: of the step, the same
-  in all its rows (they compress to nothing).
-
-``categories.parquet``, where images have categories: one row per optimizer step and category that
-it saw, with ``step`` int32, ``category`` string, ``loss`` float32 (mean over the category's
-samples) and ``samples`` int32.
+``metrics.parquet``: one row per optimizer step and adapter factor. ``groups.parquet``: one per step
+and group, with every measurement that is a metric. ``categories.parquet``, where images have
+categories: one per step and category. What was not measured in a step is null.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +13,17 @@ import pyarrow as pa
 
 from kubelora_api.names import OutputPath
 from kubelora_trainer.buffers import Slot
-from kubelora_trainer.output import CATEGORY_LOG_PARTS, RUN_LOG_PARTS, OutputFolder
+from kubelora_trainer.output import (
+    CATEGORY_LOG_PARTS,
+    GROUP_LOG_PARTS,
+    RUN_LOG_PARTS,
+    OutputFolder,
+)
 from kubelora_trainer.parquet_parts import ParquetParts
-from kubelora_trainer.step_numbers import StepNumbers
+from kubelora_trainer.step_numbers import GROUP_FIELDS, StepNumbers
+
+ROWS_IN_MEMORY = 1 << 18
+"""Rows of factors kept before a part is written: some 30 MiB, however far checkpoints lie apart."""
 
 
 class RunLog:
@@ -30,6 +31,7 @@ class RunLog:
 
     def __init__(self, folder: OutputFolder, slots: Sequence[Slot], resumed_step: int) -> None:
         self._factors = ParquetParts(folder, RUN_LOG_PARTS, OutputPath.RUN_LOG, resumed_step)
+        self._groups = ParquetParts(folder, GROUP_LOG_PARTS, OutputPath.GROUP_LOG, resumed_step)
         self._categories = ParquetParts(
             folder, CATEGORY_LOG_PARTS, OutputPath.CATEGORY_LOG, resumed_step
         )
@@ -47,45 +49,78 @@ class RunLog:
         self._categories.rewind(step)
 
     def append(self, numbers: StepNumbers) -> None:
-        """Keep one step's rows."""
+        """Keep one step's rows. Raises ConfigurationError if a part is due and refused."""
         self._steps.append(numbers)
+        if len(self._steps) * len(self._names["module"]) >= ROWS_IN_MEMORY:
+            self.flush()
 
     def flush(self) -> None:
         """Write the rows kept so far as one part. Raises ConfigurationError if refused."""
         if not self._steps:
             return
         first, last = self._steps[0].step, self._steps[-1].step
-        self._factors.write(self._table(), first, last)
+        self._factors.write(_by_factor(self._steps, self._names), first, last)
+        self._groups.write(_by_group(self._steps), first, last)
         if any(step.category_losses for step in self._steps):
             self._categories.write(_by_category(self._steps), first, last)
         self._steps = []
 
     def finish(self) -> Path:
-        """Join all parts to the two tables; returns the path of ``metrics.parquet``."""
+        """Join all parts to the tables; returns the path of ``metrics.parquet``."""
         self.flush()
         self._categories.finish()
+        self._groups.finish()
         return self._factors.finish()
 
-    def _table(self) -> pa.Table:
-        count = len(self._names["module"])
-        steps = self._steps
 
-        def of_step(values: list[float], dtype: str) -> np.ndarray:
-            return np.repeat(np.asarray(values, dtype=dtype), count)
+def _by_factor(steps: Sequence[StepNumbers], names: Mapping[str, list[str]]) -> pa.Table:
+    count = len(names["module"])
 
-        columns = {
-            "step": of_step([s.step for s in steps], "int32"),
+    def of_step(values: list[float], dtype: str) -> pa.Array:
+        return _measured(np.repeat(np.asarray(values, dtype=dtype), count))
+
+    def of_factor(values: list[Sequence[float]]) -> np.ndarray:
+        return np.asarray(values, "float32").ravel()
+
+    columns = {
+        "step": of_step([s.step for s in steps], "int32"),
+        **{
+            name: pa.array(values * len(steps)).dictionary_encode()
+            for name, values in names.items()
+        },
+        "grad_norm": of_factor([s.factor_norms for s in steps]),
+        "grad_absmax": of_factor([s.factor_absmax for s in steps]),
+        "lora_balance": _measured(of_factor([s.factor_balance for s in steps])),
+        "update_scale": _measured(of_factor([s.factor_update_scale for s in steps])),
+        "loss": of_step([s.loss for s in steps], "float32"),
+        "learning_rate": of_step([s.learning_rate for s in steps], "float64"),
+        "total_grad_norm": of_step([s.grad_norm for s in steps], "float32"),
+        "clipped_grad_norm": of_step([s.clipped_norm for s in steps], "float32"),
+        "samples": of_step([s.samples for s in steps], "int32"),
+        "backward_passes": of_step([s.backward_passes for s in steps], "float32"),
+        "micro_steps": of_step([s.micro_steps for s in steps], "int32"),
+        "dead_modules": of_step([s.dead_modules for s in steps], "int32"),
+    }
+    return pa.table(columns)
+
+
+def _by_group(steps: Sequence[StepNumbers]) -> pa.Table:
+    rows = [(step.step, name, group) for step in steps for name, group in step.groups.items()]
+    return pa.table(
+        {
+            "step": pa.array([step for step, _, _ in rows], "int32"),
+            "group": pa.array([name for _, name, _ in rows]).dictionary_encode(),
             **{
-                name: pa.array(values * len(steps)).dictionary_encode()
-                for name, values in self._names.items()
+                field: _measured(np.asarray([getattr(g, field) for _, _, g in rows], "float32"))
+                for field in GROUP_FIELDS.values()
             },
-            "grad_norm": np.asarray([s.factor_norms for s in steps], "float32").ravel(),
-            "grad_absmax": np.asarray([s.factor_absmax for s in steps], "float32").ravel(),
-            "loss": of_step([s.loss for s in steps], "float32"),
-            "learning_rate": of_step([s.learning_rate for s in steps], "float64"),
-            "total_grad_norm": of_step([s.grad_norm for s in steps], "float32"),
         }
-        return pa.table(columns)
+    )
+
+
+def _measured(values: np.ndarray) -> pa.Array:
+    """A column in which NaN, which stands for what was not measured, is null."""
+    return pa.array(values, from_pandas=True)
 
 
 def _by_category(steps: Sequence[StepNumbers]) -> pa.Table:
