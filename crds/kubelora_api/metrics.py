@@ -140,6 +140,16 @@ CATEGORY_LOSS: Final = Metric(
     "categories, the smallest pooled as other.",
     ("category",),
 )
+LOSS_SCALE: Final = Metric(
+    "kubelora_loss_scale",
+    "gauge",
+    "What the loss was multiplied by in the last optimizer step. NaN unless compute is fp16.",
+)
+STEPS_SKIPPED: Final = Metric(
+    "kubelora_steps_skipped_total",
+    "counter",
+    "Optimizer steps that moved nothing because the loss scale was too large for fp16.",
+)
 STEP: Final = Metric("kubelora_step", "gauge", "Optimizer steps done.")
 STEPS_PLANNED: Final = Metric("kubelora_steps_planned", "gauge", "Optimizer steps planned.")
 STEP_DURATION: Final = Metric(
@@ -187,6 +197,8 @@ TRAINER_METRICS: Final = (
     LEARNING_RATE,
     LOSS,
     CATEGORY_LOSS,
+    LOSS_SCALE,
+    STEPS_SKIPPED,
     STEP,
     STEPS_PLANNED,
     STEP_DURATION,

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from kubelora_api.schema import MAP_ATOMIC, ApiModel, Rule
-from kubelora_api.values import FloatType, PatternKeys
+from kubelora_api.values import ComputeType, FloatType, PatternKeys
 
 
 def _only_for(name: str, field: str, attribute: str) -> Rule:
@@ -262,8 +262,10 @@ def _lossless(name: str) -> Rule:
 class Precision(ApiModel):
     """Floating-point types of the adapter's training. Defaults lose no gradient."""
 
-    compute: FloatType = Field(
-        "bf16", description="Type of forward and backward passes: bf16 (default) or fp32."
+    compute: ComputeType = Field(
+        "bf16",
+        description="Type of forward and backward passes: bf16 (default), fp32, or fp16, whose "
+        "gradients are kept in range by a loss scale that adjusts itself.",
     )
     accumulator: FloatType = Field(
         "fp32",

@@ -251,6 +251,7 @@ WRONG: tuple[Wrong, ...] = (
         "spec.precision.masterWeights",
     ),
     Wrong("unknown dtype", "spec/precision", {"compute": "fp8"}, "spec.precision.compute"),
+    Wrong("an fp16 sum", "spec/precision", {"accumulator": "fp16"}, "spec.precision.accumulator"),
     Wrong("unknown policy", "spec/health", {"policy": "warn"}, "spec.health.policy"),
     Wrong("keep no checkpoint", "spec/checkpoint", {"keep": 0}, "spec.checkpoint.keep"),
     Wrong("workers 0", "spec/workers", {"nodes": 0}, "spec.workers.nodes"),
@@ -369,6 +370,7 @@ RIGHT: dict[str, Document] = {
     ),
     "lion": changed("spec/training/optimizer", {"name": "lion", "beta1": 0.95, "beta2": 0.98}),
     "8-bit state": changed("spec/training/optimizer", {"name": "adamw8bit", "eps": 1e-6}),
+    "computed in fp16": changed("spec/precision", {"compute": "fp16"}),
     "a file in fp16": changed("spec/output/dtype", "fp16"),
     "v-prediction with zero terminal SNR": changed(
         "spec/model",

@@ -22,6 +22,7 @@ from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.gang import ALONE, Gang
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
 from kubelora_trainer.learning_rates import rate_scales
+from kubelora_trainer.loss_scaler import LossScaler
 from kubelora_trainer.moving_average import open_average
 from kubelora_trainer.optimizer_choice import open_optimizer
 from kubelora_trainer.order import Plan
@@ -126,13 +127,18 @@ class Engine:
         scales = rate_scales(self.buffers.slots, spec)
         self.optimizer = open_optimizer(self.buffers, spec.optimizer, scales)
         self.average = open_average(self.buffers, spec.ema)
-        self.telemetry = GradientTelemetry(self.buffers, self.optimizer, scales)
+        self.scaler = LossScaler(self.buffers.masters.device) if precision.scales_loss else None
+        self.telemetry = GradientTelemetry(
+            self.buffers, self.optimizer, scales, self.scaler.scale if self.scaler else None
+        )
         self.saved_parts: dict[str, CheckpointPart] = {
             "optimizer": self.optimizer,
             "telemetry": self.telemetry,
         }
         if self.average:
             self.saved_parts["average"] = self.average
+        if self.scaler:
+            self.saved_parts["loss_scaler"] = self.scaler
         self.resumed = resume(self.folder, self.buffers, self.saved_parts, self.warnings.append)
         begin = self.resumed[0] if self.resumed else RunPosition()
         self.position = gang.adopt(begin, self.buffers, [])
@@ -163,6 +169,7 @@ class Engine:
             reporter=self.reporter,
             average=self.average,
             gang=gang,
+            scaler=self.scaler,
         )
         self.saved: list[SavedCheckpoint] = []
         if self.resumed:

@@ -21,7 +21,10 @@ DEFAULT = PrecisionPlan(BF16, FP32, FP32)
 
 
 def measured(
-    gradients: dict[str, list[float]], plan: PrecisionPlan = DEFAULT, judge: bool = True
+    gradients: dict[str, list[float]],
+    plan: PrecisionPlan = DEFAULT,
+    judge: bool = True,
+    loss_scale: float | None = None,
 ) -> StepNumbers:
     """Numbers of one step whose gradient, by factor ``block.module.lora_X``, is given."""
     factors = [
@@ -37,7 +40,8 @@ def measured(
         values = torch.tensor(gradients[slot.factor.name])
         slot.of(buffers.gradient).copy_(values.view(slot.shape))
     optimizer = FlatAdamW(buffers, Optimizer())
-    telemetry = GradientTelemetry(buffers, optimizer)
+    scale = None if loss_scale is None else torch.tensor(loss_scale)
+    telemetry = GradientTelemetry(buffers, optimizer, loss_scale=scale)
     telemetry.begin_window(range(4), 0)
     norm = telemetry.measure_gradient()
     with telemetry.update():
@@ -73,6 +77,17 @@ def test_underflow_counts_what_bf16_has_no_number_for() -> None:
     assert numbers.groups["down.lora_A"].grad_underflow_ratio == pytest.approx(1 / 3)
     in_fp32 = measured({"down.a.lora_A": [4e-41, 1.0]}, PrecisionPlan(FP32, FP32, FP32))
     assert in_fp32.groups["down.lora_A"].grad_underflow_ratio == 0.0
+
+
+def test_underflow_in_fp16_is_judged_on_scaled_gradients() -> None:
+    """fp16's smallest subnormal is 2^-24 = 6e-8: 1e-8 is lost in it, and kept if scaled by 2^16."""
+    plan = PrecisionPlan(torch.float16, FP32, FP32)
+    values = {"down.a.lora_A": [1e-8, 1e-13, 1.0, 0.0]}
+    plain = measured(values, plan).groups["down.lora_A"]
+    scaled = measured(values, plan, loss_scale=2.0**16)
+    assert plain.grad_underflow_ratio == pytest.approx(2 / 3)
+    assert scaled.groups["down.lora_A"].grad_underflow_ratio == pytest.approx(1 / 3)
+    assert scaled.loss_scale == 2.0**16
 
 
 def test_the_update_ratio_is_void_where_the_rate_is_next_to_nothing() -> None:

@@ -70,7 +70,10 @@ class TrainerMetrics:
     def publish(self, numbers: StepNumbers, watch: WatchState, seconds: float) -> None:
         """Show one optimizer step. seconds: its wall time."""
         dtype = NAMES[self._plan.narrowest]
-        for group, of_group in numbers.groups.items():
+        if numbers.skipped:
+            self._counters[metrics.STEPS_SKIPPED.name].inc()
+        groups = {} if numbers.skipped else numbers.groups  # of a step that never was
+        for group, of_group in groups.items():
             for metric, value in _shown(of_group, GROUP_FIELDS):
                 if metric.type == "counter":
                     self._counters[metric.name].labels(group=group).inc(value)

@@ -56,7 +56,9 @@ class WatchState:
 
 
 def observe(state: WatchState, numbers: StepNumbers) -> WatchState:
-    """The state after one more optimizer step."""
+    """The state after one more optimizer step; one that the loss scaler skipped tells nothing."""
+    if numbers.skipped:
+        return state
     for threshold in THRESHOLDS:
         if numbers.step > threshold.skip_steps:
             state = _observe_one(state, threshold, numbers)

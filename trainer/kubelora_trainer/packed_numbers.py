@@ -84,8 +84,8 @@ class PendingNumbers:
         found, facts, slots = self.copy.read(), self.facts, self.buffers.slots
         norms = found["norm"]
         off_and_size = list(zip(found["pairs"][::2], found["pairs"][1::2], strict=True))
-        (clipped,), (loss,), (divergence,) = (
-            found[name] for name in ("clipped_norm", "loss_sum", "rank_divergence")
+        (clipped,), (loss,), (divergence,), (loss_scale,) = (
+            found[name] for name in ("clipped_norm", "loss_sum", "rank_divergence", "loss_scale")
         )
         return StepNumbers(
             step=facts.step,
@@ -106,6 +106,7 @@ class PendingNumbers:
             micro_steps=self.host.micro_steps,
             dead_modules=self.dead.observe(norms, facts.learning_rate),
             rank_divergence=divergence,
+            loss_scale=loss_scale,
             host_memory_peak=self.host.host_memory_peak,
             device_memory_peak=self.host.device_memory_peak,
         )

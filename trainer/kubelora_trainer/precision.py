@@ -10,10 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from kubelora_api.training_spec import Precision
-from kubelora_api.values import FloatType
+from kubelora_api.values import ComputeType
 
-DTYPES: dict[FloatType, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-NAMES: dict[torch.dtype, FloatType] = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES: dict[ComputeType, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+NAMES: dict[torch.dtype, ComputeType] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,16 @@ class PrecisionPlan:
 
     @property
     def narrowest(self) -> torch.dtype:
-        """The type in use that represents the fewest values."""
+        """The type in use that makes the most gradients zero: fp16, which has the least range."""
         used = (self.compute, self.accumulator, self.masters)
+        if torch.float16 in used:
+            return torch.float16
         return torch.bfloat16 if torch.bfloat16 in used else torch.float32
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through a type that is too narrow for them."""
+        return self.compute == torch.float16
 
     def bytes_per_parameter(self) -> dict[str, int]:
         """Bytes that one adapter parameter costs, by copy; a shared copy is counted once."""

@@ -29,6 +29,7 @@ from kubelora_trainer.export_gate import verify_export
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
 from kubelora_trainer.learning_rates import rate_scales
+from kubelora_trainer.loss_scaler import LossScaler
 from kubelora_trainer.material import Material, open_material
 from kubelora_trainer.moving_average import open_average
 from kubelora_trainer.optimizer import AdapterOptimizer
@@ -113,7 +114,8 @@ def _train_and_export(
     plan = plan_of(spec.training, material.objective.order)
     dataset = material.dataset
     categories = CategoryLosses([s.category for s in dataset.samples], material.base.device)
-    telemetry = GradientTelemetry(buffers, optimizer, scales)
+    scaler = LossScaler(buffers.masters.device) if precision.scales_loss else None
+    telemetry = GradientTelemetry(buffers, optimizer, scales, scaler.scale if scaler else None)
     saved_parts: dict[str, CheckpointPart] = {
         "optimizer": optimizer,
         "categories": categories,
@@ -121,6 +123,8 @@ def _train_and_export(
     }
     if average:
         saved_parts["average"] = average
+    if scaler:
+        saved_parts["loss_scaler"] = scaler
     results = average.weights if average else buffers.masters
     position, resumed_from = _begin(run, folder, buffers, optimizer, saved_parts)
     metrics.plan_steps(position.step, plan.optimizer_steps)
@@ -137,7 +141,10 @@ def _train_and_export(
             run_log=run_log,
             progress=progress,
             first_gradients=FirstGradients(
-                buffers.slots, steps_that_moved(spec.training, position.step)
+                buffers.slots,
+                steps_that_moved(
+                    spec.training, position.step, int(scaler.skipped) if scaler else 0
+                ),
             ),
             position=position,
         )
@@ -151,6 +158,7 @@ def _train_and_export(
             reporter=reporter,
             average=average,
             categories=categories,
+            scaler=scaler,
         )
 
         def checkpoint(reached: RunPosition) -> None:

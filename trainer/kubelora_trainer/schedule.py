@@ -38,9 +38,13 @@ def rate_share(schedule: Schedule, step: int, total_steps: int) -> float:
             return float(end + (1.0 - end) * (1.0 - done) ** (schedule.power or 1.0))
 
 
-def steps_that_moved(training: Training, step: int) -> int:
-    """How many of the first ``step`` optimizer steps had a rate above 0: warm-up begins with 0."""
-    return max(0, step - 1) if training.schedule.warmup_steps else step
+def steps_that_moved(training: Training, step: int, skipped: int = 0) -> int:
+    """How many of the first ``step`` optimizer steps moved something, at least.
+
+    Warm-up begins with a rate of 0. skipped: those that a loss scaler skipped.
+    """
+    still = 1 if training.schedule.warmup_steps else 0
+    return max(0, step - skipped - still)
 
 
 def _half_cosine(done: float) -> float:

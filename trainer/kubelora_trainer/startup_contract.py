@@ -85,8 +85,8 @@ class FirstGradients:
     """Checks that each factor gets a gradient as soon as the mathematics gives it one.
 
     lora_B in the first step that moves anything; lora_A, whose gradient is a product with lora_B,
-    in the next such step. A step moves something when its learning rate is above 0 and its window
-    has a loss: masks and min-SNR weights may be 0 for all of a small one.
+    in the next such step. A step moves something when its learning rate is above 0, no scaler
+    skipped it, and its window has a loss: masks and min-SNR weights may be 0 for all of it.
     """
 
     def __init__(self, slots: Sequence[Slot], moved_before: int) -> None:
@@ -99,7 +99,8 @@ class FirstGradients:
 
     def observe(self, numbers: StepNumbers) -> None:
         """Judge one step. Raises NumericalError naming the modules without a gradient."""
-        if numbers.learning_rate <= 0 or numbers.loss == 0.0 or self._moved >= 2:
+        idle = numbers.learning_rate <= 0 or numbers.loss == 0.0 or numbers.skipped
+        if idle or self._moved >= 2:
             return
         factor = "lora_B" if self._moved == 0 else "lora_A"
         self._moved += 1
@@ -117,7 +118,12 @@ class FirstGradients:
 
 
 def check_finite(slots: Sequence[Slot], numbers: StepNumbers) -> None:
-    """Raise NumericalError where the step's gradient was not finite; no weight has moved then."""
+    """Raise NumericalError where the step's gradient was not finite; no weight has moved then.
+
+    Gradients that a smaller loss scale may mend are the scaler's business.
+    """
+    if numbers.skipped:
+        return
     if numbers.nonfinite:
         broken = [
             slot.factor.name

@@ -11,6 +11,9 @@ from typing import Final
 
 from kubelora_api import metrics
 
+LEAST_SCALE: Final = 1.0
+"""Of the loss; a gradient that is not finite at this scale is not the scale's fault."""
+
 
 @dataclass(frozen=True)
 class GroupNumbers:
@@ -59,6 +62,7 @@ class StepNumbers:
     micro-batch was differentiated alone.
     dead_modules: modules of which a factor's gradient was exactly zero in the last 10 steps.
     category_losses: of the categories that the window saw; empty where images have none.
+    loss_scale: what the loss was multiplied by; NaN without a scaler.
     rank_divergence: NaN for a single rank. host_memory_peak, device_memory_peak: bytes.
     """
 
@@ -77,9 +81,19 @@ class StepNumbers:
     micro_steps: int = 0
     dead_modules: int = 0
     rank_divergence: float = math.nan
+    loss_scale: float = math.nan
     host_memory_peak: float = math.nan
     device_memory_peak: float = math.nan
     category_losses: Mapping[str, CategoryLoss] = field(default_factory=dict)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step moved nothing because the loss scale was too large, as scales may be.
+
+        A loss that is not finite is no matter of the scale, nor is a gradient at the least scale.
+        """
+        failed = self.nonfinite > 0 or not math.isfinite(self.grad_norm)
+        return failed and math.isfinite(self.loss) and self.loss_scale > LEAST_SCALE
 
     @property
     def nonfinite(self) -> int:
@@ -106,6 +120,7 @@ GROUP_FIELDS: Final[Mapping[str, str]] = {
 STEP_FIELDS: Final[Mapping[str, str]] = {
     metrics.LEARNING_RATE.name: "learning_rate",
     metrics.LOSS.name: "loss",
+    metrics.LOSS_SCALE.name: "loss_scale",
     metrics.STEP.name: "step",
     metrics.CLIPPED_NORM.name: "clipped_norm",
     metrics.BACKWARD_PASSES.name: "backward_passes",

@@ -43,9 +43,14 @@ class GradientTelemetry:
         buffers: AdapterBuffers,
         moments: Moments,
         rate_scales: Sequence[float] | None = None,
+        loss_scale: Tensor | None = None,
     ) -> None:
-        """rate_scales: what each slot's learning rate is multiplied by; None: 1 for all."""
-        self._buffers = buffers
+        """rate_scales: what each slot's learning rate is multiplied by; None: 1 for all.
+
+        loss_scale: scalar on the device that backward passes are scaled by; what underflows is
+        judged on scaled gradients, as they were computed.
+        """
+        self._buffers, self._loss_scale = buffers, loss_scale
         sample = GroupSample(buffers.groups, buffers.gradient.device)
         self._accumulation = AccumulationProbe(buffers.gradient, sample)
         self._updates = UpdateProbe(buffers, moments, sample, rate_scales)
@@ -95,7 +100,8 @@ class GradientTelemetry:
         counts = torch.zeros(3, dtype=torch.float64, device=self._buffers.gradient.device)
         for chunk in self._buffers.gradient[start:stop].split(CHUNK_ELEMENTS):
             zero = chunk == 0
-            gone = (chunk.to(narrowest) == 0) & ~zero
+            computed = chunk if self._loss_scale is None else chunk * self._loss_scale
+            gone = (computed.to(narrowest) == 0) & ~zero
             finite = torch.isfinite(chunk)
             counts += torch.stack([zero.sum(), chunk.numel() - finite.sum(), gone.sum()])
         return counts
@@ -123,7 +129,7 @@ class GradientTelemetry:
         rank_divergence: scalar, largest minus smallest parameter checksum over the ranks.
         """
         none = torch.zeros(0, dtype=torch.float64, device=loss_sum.device)
-        single = torch.full_like(loss_sum, math.nan)
+        nothing = torch.full_like(loss_sum, math.nan)
         copy = CopyToHost(
             self._measured
             | {
@@ -136,7 +142,8 @@ class GradientTelemetry:
                 "slot_scale": self._updates.slot_scale,
                 "loss_sum": loss_sum,
                 "categories": categories.sums if categories else none,
-                "rank_divergence": single if rank_divergence is None else rank_divergence,
+                "rank_divergence": nothing if rank_divergence is None else rank_divergence,
+                "loss_scale": nothing if self._loss_scale is None else self._loss_scale,
             }
         )
         host = HostNumbers(

@@ -18,6 +18,7 @@ from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.errors import HeldByPolicy, PolicyFailure
 from kubelora_trainer.gang import ALONE, Exchanged, Gang
 from kubelora_trainer.health_policy import RollbackDue
+from kubelora_trainer.loss_scaler import LossScaler
 from kubelora_trainer.moving_average import MovingAverage
 from kubelora_trainer.optimizer import AdapterOptimizer, clip_coefficient
 from kubelora_trainer.order import Plan
@@ -57,6 +58,7 @@ class Parts:
     reporter: Reporter
     average: MovingAverage | None = None
     categories: CategoryLosses | None = None
+    scaler: LossScaler | None = None
     gang: Gang = ALONE
 
     @property
@@ -139,7 +141,8 @@ def accumulate_window(
             break
         with parts.telemetry.micro_step(micro_step):
             micro_batch = parts.objective(micro_step + position.skipped)
-            micro_batch.loss_sum.backward()
+            loss_sum = micro_batch.loss_sum
+            (parts.scaler.scaled(loss_sum) if parts.scaler else loss_sum).backward()
         reached.check()
         loss = loss + micro_batch.loss_sum.detach().double()
         samples += micro_batch.samples
@@ -155,6 +158,8 @@ def take_step(parts: Parts, exchanged: Exchanged) -> tuple[PendingNumbers, RunPo
     rate = learning_rate(parts.training, position.step, parts.plan.optimizer_steps)
     buffers.assert_bound()
     buffers.normalise(position.window_samples)
+    if parts.scaler:
+        buffers.scale(parts.scaler.inverse)
     norm = telemetry.measure_gradient()
     buffers.scale(clip_coefficient(norm, parts.training.max_grad_norm))
     non_finite = (~torch.isfinite(norm)).float()
@@ -173,5 +178,7 @@ def take_step(parts: Parts, exchanged: Exchanged) -> tuple[PendingNumbers, RunPo
     categories = parts.categories.take() if parts.categories else None
     divergence = torch.full_like(position.window_loss, exchanged.divergence)
     pending = telemetry.pack(facts, position.window_loss, categories, divergence)
+    if parts.scaler:
+        parts.scaler.update(non_finite)
     no_loss = torch.zeros_like(position.window_loss)
     return pending, replace(position, step=position.step + 1, window_samples=0, window_loss=no_loss)
