@@ -68,6 +68,10 @@ cluster-images: $(VENV)/.trainer ## Build the operator's and the trainer's image
 cluster-down: $(VENV)/.trainer ## Stop that cluster and take away all it left
 	@$(PY) -m tests.cluster.harness down
 
+.PHONY: bench-trainer
+bench-trainer: $(VENV)/.trainer ## What a step, the memory and the start cost, beside a reference loop
+	@$(PY) -m benchmarks.trainer
+
 .PHONY: lint
 lint: dev ## Style, types and walls between the rooms
 	@$(PY) -m tests.tiers lint

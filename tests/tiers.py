@@ -66,11 +66,11 @@ LANES: tuple[tuple[Tier, ...], ...] = (
             (
                 (str(BIN / "ruff"), "check", "."),
                 (str(BIN / "ruff"), "format", "--check", "."),
-                (str(BIN / "mypy"), "crds", "operator", "trainer", "charts", "tests"),
+                (str(BIN / "mypy"), "crds", "operator", "trainer", "charts", "tests", "benchmarks"),
                 (str(BIN / "lint-imports"),),
             ),
         ),
-        Tier("unit", (pytest("tests/api", "tests/operator", "tests/trainer"),)),
+        Tier("unit", (pytest("tests/api", "tests/operator", "tests/trainer", "tests/benchmarks"),)),
         Tier("quickstart", (pytest("tests/quickstart"),)),
     ),
     (

@@ -18,6 +18,7 @@ from torch import nn
 
 from kubelora_api.spec import Adapter
 from kubelora_trainer.adapter_targets import check_patterns, target_names
+from kubelora_trainer.heavy_imports import FOR_QUANTISED_MODELS, not_found
 from kubelora_trainer.sgm_names import Part
 
 ADAPTER_NAME = "default"
@@ -91,7 +92,8 @@ def add_adapter(
         lora_dropout=adapter.dropout,
         init_lora_weights=True,
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws numbers that are replaced below
+    # peft draws numbers that are replaced below, and looks for libraries of quantised layers.
+    with torch.random.fork_rng(devices=[]), not_found(FOR_QUANTISED_MODELS):
         unet.add_adapter(config, adapter_name=ADAPTER_NAME)
     return tuple(
         _initialised(name, layer, adapter.init, seed)

@@ -44,8 +44,9 @@ class BaseModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the UNet lives."""
-        return self.unet.device  # type: ignore[no-any-return]
+        """Where the UNet lives. Read off a weight: ``unet.device`` walks over all its modules."""
+        device: torch.device = self.unet.conv_in.weight.device
+        return device
 
 
 def load_base_model(

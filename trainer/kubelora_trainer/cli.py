@@ -88,6 +88,9 @@ def train(
     folders = parse_mounts(mounts)
     job = read_job(file, settings)
 
+    from kubelora_trainer.heavy_imports import import_heavy_libraries
+
+    import_heavy_libraries()
     from rich.console import Console
 
     from kubelora_trainer.run import run_job

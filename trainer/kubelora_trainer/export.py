@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import UNet2DConditionModel
 from safetensors.torch import save_file
 
 from kubelora_api.names import OutputPath, kohya_weights
@@ -74,6 +74,8 @@ def export_diffusers(
     _check_finite(state, dtype)
 
     def write(path: Path) -> None:
+        from diffusers import StableDiffusionXLPipeline  # needed at the end alone
+
         StableDiffusionXLPipeline.save_lora_weights(
             path.parent,
             unet_lora_layers=state,

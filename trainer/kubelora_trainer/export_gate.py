@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import UNet2DConditionModel
 from diffusers.utils import logging as diffusers_logging
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
@@ -89,6 +89,8 @@ def verify_export(
 
 def _load_as_a_user(unet: UNet2DConditionModel, file: Path) -> None:
     """The two calls inside ``pipeline.load_lora_weights(folder, weight_name=...)``."""
+    from diffusers import StableDiffusionXLPipeline  # needed at the end alone
+
     level = diffusers_logging.get_verbosity()
     diffusers_logging.set_verbosity_error()
     try:

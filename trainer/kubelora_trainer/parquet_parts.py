@@ -7,13 +7,14 @@ step stands in the table once, through kills and resumes.
 import re
 import shutil
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING
 
 from kubelora_api.names import OutputPath
 from kubelora_trainer.atomic_files import sync_folder, writing_to
 from kubelora_trainer.output import OutputFolder
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # loaded when rows are written, not before the first step
 
 _PART = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 
@@ -38,8 +39,10 @@ class ParquetParts:
                 if match is None or int(match[2]) > step:
                     path.unlink()
 
-    def write(self, table: pa.Table, first: int, last: int) -> None:
+    def write(self, table: "pa.Table", first: int, last: int) -> None:
         """Write the rows of steps ``first`` to ``last``. Raises ConfigurationError if refused."""
+        import pyarrow.parquet as pq
+
         self._folder.assert_ours()
         path = self._parts / f"steps-{first:08d}-{last:08d}.parquet"
         aside = path.with_name(f".{path.name}.part")
@@ -50,6 +53,8 @@ class ParquetParts:
 
     def finish(self) -> Path:
         """Join all parts, one row group each; returns the table's path."""
+        import pyarrow.parquet as pq
+
         self._folder.assert_ours()
         target = self._target
         parts = sorted(self._parts.glob("steps-*.parquet"))

@@ -8,16 +8,20 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import diffusers
 import torch
-from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import UNet2DConditionModel
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageDraw, ImageFont
 
 from kubelora_api.spec import Validation
 from kubelora_trainer.atomic_files import write_file, writing_to
 from kubelora_trainer.base_model import BaseModel
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusionXLPipeline
 
 LABEL_HEIGHT = 18
 LABELS = ("with adapter", "without")
@@ -55,7 +59,9 @@ def _numbers(validation: Validation) -> range:
     return range(len(validation.prompts))
 
 
-def _pipeline(base: BaseModel, unet: UNet2DConditionModel) -> StableDiffusionXLPipeline:
+def _pipeline(base: BaseModel, unet: UNet2DConditionModel) -> "StableDiffusionXLPipeline":
+    from diffusers import StableDiffusionXLPipeline  # not needed before the first step
+
     config = base.sampling_scheduler
     kind = getattr(diffusers, str(config.get("_class_name")), diffusers.EulerDiscreteScheduler)
     pipeline = StableDiffusionXLPipeline(
@@ -75,7 +81,7 @@ def _pipeline(base: BaseModel, unet: UNet2DConditionModel) -> StableDiffusionXLP
 
 @torch.no_grad()
 def _draw(
-    pipeline: StableDiffusionXLPipeline,
+    pipeline: "StableDiffusionXLPipeline",
     base: BaseModel,
     validation: Validation,
     number: int,

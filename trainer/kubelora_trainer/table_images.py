@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from kubelora_api.dataset_spec import Columns
 from kubelora_trainer.captions import METADATA
 from kubelora_trainer.downloads import cache_directory
@@ -107,6 +104,8 @@ def _unpack(table: Path, number: int, columns: Columns, folder: Path) -> None:
 
 
 def _rows(table: Path, columns: Columns) -> Iterator[tuple[bytes, str | None, str | None]]:
+    import pyarrow as pa  # 30 MB, and only tables need it
+
     try:
         for batch in _batches(table, columns):
             names = batch.schema.names
@@ -127,6 +126,9 @@ def _rows(table: Path, columns: Columns) -> Iterator[tuple[bytes, str | None, st
 
 def _batches(table: Path, columns: Columns) -> Iterator[Any]:
     """Record batches of the columns that there are. Raises ConfigurationError for no images."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     if table.suffix == ".parquet":
         with pq.ParquetFile(table) as parquet:
             wanted = _wanted(table, parquet.schema_arrow.names, columns)

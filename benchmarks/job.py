@@ -1,0 +1,33 @@
+"""The benchmark's job: the quickstart's, its latents fixed so that they are encoded once."""
+
+from pathlib import Path
+from typing import Any
+
+
+def bench_document(
+    model: Path,
+    photos: Path,
+    output: Path,
+    *,
+    dataset: dict[str, Any] | None = None,
+    steps: int = 100_000,
+) -> dict[str, Any]:
+    """A LoraTrainingJob on the demo: rank 8, windows of four micro-batches of one."""
+    return {
+        "apiVersion": "kubelora.dev/v1alpha1",
+        "kind": "LoraTrainingJob",
+        "metadata": {"name": "bench"},
+        "spec": {
+            "model": {"uri": str(model)},
+            "dataset": {
+                "uri": str(photos),
+                "resolution": 64,
+                "crop": "center",
+                **(dataset or {}),
+            },
+            "adapter": {"rank": 8},
+            "training": {"steps": steps, "gradientAccumulation": 4, "device": "cpu"},
+            "output": {"uri": str(output)},
+            "workers": {"gpusPerNode": 0},
+        },
+    }

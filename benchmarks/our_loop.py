@@ -1,0 +1,150 @@
+"""This trainer as `kubelora train` puts it together, one optimizer step a call.
+
+Two ways: with telemetry and all that it feeds (watchdog, metrics, status, run log, progress), or
+with neither: then the gradient's norm alone is computed, for clipping. `main` trains a few steps
+and prints its peak memory; heavy_imports comes first, as in the command.
+"""
+
+import argparse
+import json
+import resource
+import tempfile
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.job import bench_document
+from kubelora_api.documents import parse_job
+from kubelora_api.report import RunReport
+from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.checkpoint import RunPosition
+from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.material import open_material
+from kubelora_trainer.optimizer import FlatAdamW
+from kubelora_trainer.order import plan_of
+from kubelora_trainer.output import Manifest, claim_output
+from kubelora_trainer.precision import plan_precision
+from kubelora_trainer.progress import LineView
+from kubelora_trainer.reporting import Reporter
+from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.startup_contract import FirstGradients, ReachedModules
+from kubelora_trainer.telemetry import GradientTelemetry, PendingNumbers
+from kubelora_trainer.train import Parts, accumulate_window, take_step
+
+
+class OurLoop:
+    """One optimizer step a call, by the functions that `train` itself is made of."""
+
+    def __init__(self, model: Path, photos: Path, output: Path, *, telemetry: bool) -> None:
+        self.job = parse_job(bench_document(model, photos, output), local=True)
+        spec = self.job.spec
+        folder = claim_output(output, self.job, None, print)
+        assert not isinstance(folder, Manifest)
+        precision = plan_precision(spec.precision)
+        registry = CollectorRegistry()
+        report = RunReport(run_id="bench", attempt=1, phase="Training", total_steps=100_000)
+        self._exporter = Exporter(registry, report, 0, any_port=True, everywhere=False)
+        self._material = open_material(spec, {}, folder, lambda sentence: None)
+        self.buffers = buffers = AdapterBuffers(self._material.factors, precision)
+        optimizer = FlatAdamW(buffers, spec.training.optimizer)
+        self.position = RunPosition()
+        reporter = Reporter(
+            slots=buffers.slots,
+            policy=spec.health,
+            metrics=TrainerMetrics(registry, precision),
+            exporter=self._exporter,
+            run_log=RunLog(folder, buffers.slots, 0),
+            progress=LineView(Console(quiet=True), 100_000, every=50),
+            first_gradients=FirstGradients(buffers.slots, 0),
+            position=self.position,
+        )
+        self._parts = Parts(
+            training=spec.training,
+            plan=plan_of(spec.training, self._material.objective.order),
+            objective=self._material.objective,
+            buffers=buffers,
+            optimizer=optimizer,
+            telemetry=(
+                GradientTelemetry(buffers, optimizer.first_moment)
+                if telemetry
+                else NormAlone(buffers)
+            ),
+            reporter=reporter if telemetry else Silent(),
+        )
+        self._reached = ReachedModules(buffers)
+
+    def step(self) -> None:
+        """A window of micro-batches, one update, the report of the step before."""
+        parts = self._parts
+        position = accumulate_window(parts, self.position, self._reached, lambda: False)
+        parts.reporter.drain()
+        pending, self.position = take_step(parts, position)
+        parts.reporter.expect(pending)
+
+    @property
+    def told(self) -> int:
+        """Last step that the status tells of; 0 without telemetry."""
+        return self._exporter.report.step or 0
+
+    def close(self) -> None:
+        """End the threads that read images and serve metrics."""
+        self._material.objective.close()
+        self._exporter.close()
+
+
+class _NoProbe:
+    """A probe that does nothing."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def skip(self) -> None: ...
+
+
+class NormAlone(GradientTelemetry):
+    """No telemetry: the norm that clipping needs, and nothing else."""
+
+    def __init__(self, buffers: AdapterBuffers) -> None:
+        self._gradient = buffers.gradient
+        self.absorption = self.updates = _NoProbe()  # type: ignore[assignment]
+
+    def measure_gradient(self) -> Tensor:
+        """The total L2 norm."""
+        norm: Tensor = torch.linalg.vector_norm(self._gradient, dtype=torch.float32)
+        return norm
+
+    def pack(self, *_: object, **__: object) -> PendingNumbers:
+        """Nothing is on its way."""
+        return None  # type: ignore[return-value]
+
+
+class Silent(Reporter):
+    """Reports nothing to nobody."""
+
+    def __init__(self) -> None: ...
+
+    def drain(self) -> None:
+        """Nothing came."""
+
+    def expect(self, pending: PendingNumbers) -> None:
+        """Nothing will come."""
+
+
+def main() -> None:
+    """Train a few steps in a process of one's own; print one line of JSON."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("photos", type=Path)
+    parser.add_argument("--steps", type=int, default=10)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as output:
+        loop = OurLoop(given.model, given.photos, Path(output), telemetry=True)
+        for _ in range(given.steps):
+            loop.step()
+        loop.close()
+    print(json.dumps({"peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
