@@ -9,6 +9,8 @@ import argparse
 import json
 import resource
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -67,11 +69,7 @@ class OurLoop:
             objective=self._material.objective,
             buffers=buffers,
             optimizer=optimizer,
-            telemetry=(
-                GradientTelemetry(buffers, optimizer.first_moment)
-                if telemetry
-                else NormAlone(buffers)
-            ),
+            telemetry=(GradientTelemetry(buffers, optimizer) if telemetry else NormAlone(buffers)),
             reporter=reporter if telemetry else Silent(),
         )
         self._reached = ReachedModules(buffers)
@@ -95,27 +93,29 @@ class OurLoop:
         self._exporter.close()
 
 
-class _NoProbe:
-    """A probe that does nothing."""
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def skip(self) -> None: ...
-
-
 class NormAlone(GradientTelemetry):
     """No telemetry: the norm that clipping needs, and nothing else."""
 
     def __init__(self, buffers: AdapterBuffers) -> None:
         self._gradient = buffers.gradient
-        self.absorption = self.updates = _NoProbe()  # type: ignore[assignment]
+
+    def begin_window(self, window: range, micro_step: int) -> None:
+        """Nothing to begin."""
+
+    @contextmanager
+    def micro_step(self, micro_step: int) -> Iterator[None]:
+        """Nothing around a backward pass."""
+        yield
 
     def measure_gradient(self) -> Tensor:
         """The total L2 norm."""
         norm: Tensor = torch.linalg.vector_norm(self._gradient, dtype=torch.float32)
         return norm
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Nothing around the optimizer step."""
+        yield
 
     def pack(self, *_: object, **__: object) -> PendingNumbers:
         """Nothing is on its way."""
