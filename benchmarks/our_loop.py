@@ -28,12 +28,13 @@ from kubelora_trainer.material import open_material
 from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.order import plan_of
 from kubelora_trainer.output import Manifest, claim_output
+from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.precision import plan_precision
 from kubelora_trainer.progress import LineView
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.run_log import RunLog
 from kubelora_trainer.startup_contract import FirstGradients, ReachedModules
-from kubelora_trainer.telemetry import GradientTelemetry, PendingNumbers
+from kubelora_trainer.telemetry import GradientTelemetry
 from kubelora_trainer.train import Parts, accumulate_window, take_step
 
 
