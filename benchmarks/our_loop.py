@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Semaphore, Thread
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -33,13 +34,13 @@ from kubelora_trainer.precision import plan_precision
 from kubelora_trainer.progress import LineView
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.run_log import RunLog
-from kubelora_trainer.startup_contract import FirstGradients, ReachedModules
+from kubelora_trainer.startup_contract import FirstGradients
 from kubelora_trainer.telemetry import GradientTelemetry
-from kubelora_trainer.train import Parts, accumulate_window, take_step
+from kubelora_trainer.train import Parts, train
 
 
 class OurLoop:
-    """One optimizer step a call, by the functions that `train` itself is made of."""
+    """One optimizer step of `train` a call."""
 
     def __init__(self, model: Path, photos: Path, output: Path, *, telemetry: bool) -> None:
         self.job = parse_job(bench_document(model, photos, output), local=True)
@@ -73,15 +74,38 @@ class OurLoop:
             telemetry=(GradientTelemetry(buffers, optimizer) if telemetry else NormAlone(buffers)),
             reporter=reporter if telemetry else Silent(),
         )
-        self._reached = ReachedModules(buffers)
+        self._go, self._done, self._leave = Semaphore(0), Semaphore(0), False
+        self._trainer = Thread(target=self._train, daemon=True)
+        self._trainer.start()
+
+    def _train(self) -> None:
+        """`train` itself, held up after each of its optimizer steps."""
+        self._go.acquire()
+        try:
+            train(
+                self._parts,
+                self.position,
+                stop=lambda: self._leave,
+                checkpoint=lambda position: None,
+                checkpoint_every=10**9,
+                roll_back=lambda position, finding: position,
+                after_step=self._wait,
+            )
+        finally:
+            self._done.release()
+
+    def _wait(self, position: RunPosition) -> None:
+        self.position = position
+        self._done.release()
+        self._go.acquire()
 
     def step(self) -> None:
         """A window of micro-batches, one update, the report of the step before."""
-        parts = self._parts
-        position = accumulate_window(parts, self.position, self._reached, lambda: False)
-        parts.reporter.drain()
-        pending, self.position = take_step(parts, position)
-        parts.reporter.expect(pending)
+        before = self.position.step
+        self._go.release()
+        self._done.acquire()
+        if self.position.step != before + 1:
+            raise RuntimeError("training ended; see the traceback of its thread")
 
     @property
     def told(self) -> int:
@@ -89,7 +113,10 @@ class OurLoop:
         return self._exporter.report.step or 0
 
     def close(self) -> None:
-        """End the threads that read images and serve metrics."""
+        """End the threads that train, read images and serve metrics."""
+        self._leave = True
+        self._go.release()
+        self._trainer.join()
         self._material.objective.close()
         self._exporter.close()
 
