@@ -24,6 +24,7 @@ from kubelora_trainer.errors import Interrupted, NumericalError, RunEnded
 from kubelora_trainer.run_context import RunOptions
 from kubelora_trainer.step_numbers import StepNumbers
 from kubelora_trainer.stop_request import StopRequest
+from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.train import Parts, train
 from tests.numerics.scene import Photographs, Scene
 
@@ -120,6 +121,19 @@ class _Trained(Interrupted):
     """The last step is done; nothing after it is of interest."""
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A step's numbers on their way, which are told to ``tell`` when they are read."""
+
+    pending: PendingNumbers
+    tell: Callable[[StepNumbers], None]
+
+    def read(self) -> StepNumbers:
+        numbers = self.pending.read()
+        self.tell(numbers)
+        return numbers
+
+
 @dataclass
 class _Witness:
     """Looks at the watchdog whenever the reporter has read a step's numbers."""
@@ -131,16 +145,8 @@ class _Witness:
         reporter = parts.reporter
         drain, expect = reporter.drain, reporter.expect
 
-        def witnessed_expect(pending: "object") -> None:
-            read = pending.read  # type: ignore[attr-defined]
-
-            def witnessed_read() -> StepNumbers:
-                numbers: StepNumbers = read()
-                self.numbers.append(numbers)
-                return numbers
-
-            pending.read = witnessed_read  # type: ignore[attr-defined]
-            expect(pending)  # type: ignore[arg-type]
+        def witnessed_expect(pending: PendingNumbers) -> None:
+            expect(_Read(pending, self.numbers.append))  # type: ignore[arg-type]
 
         def witnessed_drain() -> None:
             try:

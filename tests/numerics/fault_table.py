@@ -73,7 +73,7 @@ FAULTS: tuple[Fault, ...] = (
         "AccumulationError",
         8,
         run_with(
-            broken.coherent,
+            around=broken.one_timestep,
             photographs=ONE,
             precision=dict(LOSSY["accumulator"]),
             training={"steps": 8, "gradientAccumulation": 256},

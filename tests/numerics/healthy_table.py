@@ -77,6 +77,26 @@ HEALTHY: tuple[Healthy, ...] = (
         injections.scaled_micro_batch(300.0, step=8),
         training={"gradientAccumulation": 4},
     ),
+    *(
+        vary(f"schedule {name}", training={"schedule": {"name": name, **more}, "steps": 20})
+        for name, more in (
+            ("linear", {}),
+            ("cosine_with_restarts", {"cycles": 2}),
+            ("polynomial", {"power": 2.0, "endFactor": 0.1}),
+        )
+    ),
+    *(
+        vary(name, adapter={"rank": 64}, training={"optimizer": {"name": name}, **more})
+        for name, more in (
+            ("adamw8bit", {}),
+            ("lion", {"learningRate": 1e-5}),
+            ("adafactor", {}),
+            ("prodigy", {"learningRate": 1.0, "steps": 24}),
+        )
+    ),
+    vary("moving average", training={"ema": {"enabled": True}}),
+    vary("LoRA+, ratio 16", training={"loraPlusRatio": 16.0}),
+    vary("rates by factor", training={"learningRates": {"mid_block.*": 1e-5}}),
     vary("beta2 0.99", training={"optimizer": {"name": "adamw", "beta2": 0.99}}),
     vary("no weight decay", training={"optimizer": {"name": "adamw", "weightDecay": 0.0}}),
     vary("rank 1", adapter={"rank": 1}),

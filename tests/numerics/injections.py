@@ -141,22 +141,16 @@ def _norm(tensors: tuple[Tensor, ...]) -> Tensor:
     return norm
 
 
-def coherent(parts: Parts) -> Parts:
-    """Every micro-batch shows the same image at the same timestep; the noise alone differs."""
-    objective = parts.objective
-    objective.order = _OneTimestep(objective.order)  # type: ignore[attr-defined]
-    return parts
+@contextmanager
+def one_timestep() -> Iterator[None]:
+    """Every sample is drawn at the same timestep; the noise alone differs."""
+    real = SampleOrder.samples_of
 
+    def coherent(order: SampleOrder, micro_step: int) -> tuple[SampleDraw, ...]:
+        return tuple(replace(draw, timestep=0.5) for draw in real(order, micro_step))
 
-class _OneTimestep:
-    def __init__(self, order: SampleOrder) -> None:
-        self._order = order
-
-    def samples_of(self, micro_step: int) -> tuple[SampleDraw, ...]:
-        return tuple(replace(d, timestep=0.5) for d in self._order.samples_of(micro_step))
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._order, name)
+    with patch.object(SampleOrder, "samples_of", coherent):
+        yield
 
 
 def second_moment_in(dtype: torch.dtype) -> Injection:
