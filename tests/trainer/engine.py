@@ -16,7 +16,8 @@ from kubelora_api.spec import Health
 from kubelora_api.status import Finding
 from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers, Factor
-from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint, resume, save_checkpoint
+from kubelora_trainer.checkpoint import RunPosition, resume, save_checkpoint
+from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.gang import ALONE, Gang
@@ -32,6 +33,7 @@ from kubelora_trainer.progress import LineView
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.rollback import go_back
 from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.schedule import steps_that_moved
 from kubelora_trainer.startup_contract import FirstGradients
 from kubelora_trainer.telemetry import GradientTelemetry
 from kubelora_trainer.train import MicroBatch, Parts, train
@@ -77,10 +79,11 @@ def tiny_factors(rank: int = 2, width: int = 5) -> list[Factor]:
 
 def objective_of(factors: list[Factor]) -> Callable[[int], Loss]:
     """A function of the micro-step and the weights: Σ over modules of |x + B·A·x - y|²."""
+    width = factors[0].parameter.shape[1]
 
     def objective(micro_step: int) -> Loss:
         generator = torch.Generator().manual_seed(micro_step)
-        x = torch.randn(5, generator=generator)
+        x = torch.randn(width, generator=generator)
         total = torch.zeros(())
         for down, up in zip(factors[::2], factors[1::2], strict=True):
             answer = up.parameter @ (down.parameter @ x.to(down.parameter.dtype))
@@ -109,6 +112,8 @@ class Engine:
         attempt: int | None = None,
         keep: int = 3,
         gang: Gang = ALONE,
+        rank: int = 2,
+        width: int = 5,
         **training: object,
     ) -> None:
         self.warnings: list[str] = []
@@ -121,7 +126,7 @@ class Engine:
         )
         assert isinstance(claimed, OutputFolder)
         self.folder: OutputFolder = claimed
-        self.factors = tiny_factors()
+        self.factors = tiny_factors(rank, width)
         self.buffers = AdapterBuffers(self.factors, precision, gang.tail_elements(0))
         spec: Training = self.job.spec.training
         scales = rate_scales(self.buffers.slots, spec)
@@ -156,7 +161,9 @@ class Engine:
             exporter=self.exporter,
             run_log=self.run_log,
             progress=LineView(Console(quiet=True), steps, every=1),
-            first_gradients=FirstGradients(self.buffers.slots, self.position.step),
+            first_gradients=FirstGradients(
+                self.buffers.slots, steps_that_moved(spec, self.position.step)
+            ),
             position=self.position,
         )
         self.parts = Parts(

@@ -1,9 +1,12 @@
 """Checkpoints: whole or absent, verified before use, exact to the bit."""
 
+import hashlib
 import json
 import math
 import os
+import random
 import resource
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -101,21 +104,40 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert torch.equal(again.buffers.masters, expected)
 
 
-def test_a_checkpoint_of_another_version_is_refused_and_not_set_aside(tmp_path: Path) -> None:
-    Engine(tmp_path).train(micro_steps=4)
-    saved = tmp_path / "checkpoints" / "step-000001.1"
-    manifest = json.loads((saved / "checkpoint.json").read_text())
-    for change, why in (
-        ({"format": 1}, "its format is 1, not 2"),
+def sealed(manifest: dict[str, Any]) -> str:
+    """A manifest as another version might write it: whole, with its digest."""
+    plain = {key: value for key, value in manifest.items() if key != "sha256"}
+    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**plain, "sha256": hashlib.sha256(canonical.encode()).hexdigest()})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"format": 3}, "its format is 3, not 2"),
         (
-            {"parts": {"adapter": {}, "optimizer": {}, "telemetry": {}, "average": {}}},
-            r"parts \(average\)",
+            {"parts": {"adapter": {}, "optimizer": {}, "telemetry": {}, "scaler": {}}},
+            r"parts \(scaler\)",
         ),
-    ):
-        (saved / "checkpoint.json").write_text(json.dumps(manifest | change))
-        with pytest.raises(ConfigurationError, match=f"another version of kubelora .*{why}"):
-            Engine(tmp_path)
-        assert saved.exists()
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused_and_not_set_aside(
+    tmp_path: Path, change: dict[str, Any], why: str
+) -> None:
+    Engine(tmp_path).train(micro_steps=4)
+    file = tmp_path / "checkpoints" / "step-000001.1" / "checkpoint.json"
+    file.write_text(sealed(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigurationError, match=f"another version of kubelora .*{why}"):
+        Engine(tmp_path)
+    assert file.exists()
+
+
+def test_the_first_format_had_no_seal(tmp_path: Path) -> None:
+    Engine(tmp_path).train(micro_steps=4)
+    file = tmp_path / "checkpoints" / "step-000001.1" / "checkpoint.json"
+    file.write_text(json.dumps({"format": 1, "run_id": "x"}))
+    with pytest.raises(ConfigurationError, match="its format is 1, not 2"):
+        Engine(tmp_path)
 
 
 class Scaler:
@@ -153,6 +175,51 @@ def test_a_part_of_ones_own_is_saved_and_taken_over_to_the_bit(tmp_path: Path) -
     assert resumed is not None
     assert torch.equal(again.scale, torch.tensor(0.1))
     assert (again.clean_steps, again.largest) == (7, math.inf)
+
+
+def test_any_flipped_bit_is_noticed_in_the_manifest_too(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "whole")
+    Engine(tmp_path / "cut").train(micro_steps=13, every=1)
+    newest = tmp_path / "cut" / "checkpoints" / "step-000004.1"
+    draw = random.Random(5)
+    shutil.copytree(tmp_path / "cut", tmp_path / "kept")
+    for number in range(40):
+        shutil.rmtree(tmp_path / "cut")
+        shutil.copytree(tmp_path / "kept", tmp_path / "cut")
+        file = draw.choice(sorted(newest.iterdir()))
+        written = file.read_bytes()
+        data = bytearray(written)
+        where = draw.randrange(len(data))
+        data[where] ^= 1 << draw.randrange(8)
+        file.write_bytes(data)
+        again = Engine(tmp_path / "cut")
+        if again.position.micro_step == 13:  # white space between two fields means nothing
+            assert file.name == "checkpoint.json"
+            assert again.warnings == []
+            assert json.loads(data) == json.loads(written)
+        else:
+            assert again.position.micro_step == 12
+            assert f"step-000004.1 is not usable: {file.name}" in again.warnings[0]
+        if number % 10 == 0:
+            again.train()
+            assert torch.equal(again.buffers.masters, expected)
+        else:
+            again.exporter.close()
+
+
+@pytest.mark.parametrize("left", [".step-000001.1.old", ".step-000001.1.part", ".step-000001.gone"])
+def test_what_a_kill_leaves_half_done_is_tidied_up(tmp_path: Path, left: str) -> None:
+    Engine(tmp_path).train(micro_steps=4)
+    root = tmp_path / "checkpoints"
+    if left.endswith(".old"):  # killed between the two renames that replace a checkpoint
+        (root / "step-000001.1").rename(root / left)
+    else:
+        (root / left).mkdir()
+        (root / left / "adapter.safetensors").write_text("half")
+    again = Engine(tmp_path)
+    assert again.position.micro_step == 4
+    assert again.warnings == []
+    assert [p.name for p in root.iterdir()] == ["step-000001.1"]
 
 
 def test_no_usable_checkpoint_means_a_fresh_start(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from kubelora_api.names import ExitCode
 from kubelora_api.spec import Health
 from kubelora_api.status import Finding
-from kubelora_trainer.checkpoint import SavedCheckpoint, list_checkpoints, surplus
+from kubelora_trainer.checkpoint import surplus
+from kubelora_trainer.checkpoint_folders import SavedCheckpoint, list_checkpoints
 from kubelora_trainer.errors import HeldByPolicy, NumericalError, PolicyFailure
 from kubelora_trainer.health_policy import Rollback, RollbackDue, verdict_on
 from kubelora_trainer.precision import PrecisionPlan

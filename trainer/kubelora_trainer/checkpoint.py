@@ -8,7 +8,6 @@ seed and the micro-step. On resume the newest checkpoint whose hashes agree is t
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,15 +24,24 @@ from kubelora_api.schema import JsonObject
 from kubelora_trainer import health
 from kubelora_trainer.atomic_files import sync_folder, write_durably, writing_to
 from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.checkpoint_folders import (
+    SavedCheckpoint,
+    discard,
+    folder_name,
+    list_checkpoints,
+    place_aside,
+    put_in_place,
+    tidy_up,
+)
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.health import WatchState
 from kubelora_trainer.health_policy import Rollback
 from kubelora_trainer.output import OutputFolder
 
-_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _MANIFEST = "checkpoint.json"
 _ADAPTER = "adapter"
+_SEAL = "sha256"
 
 
 @dataclass(frozen=True)
@@ -86,15 +94,6 @@ class CheckpointManifest(BaseModel):
     files: dict[str, str]
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint on the disk, by its folder."""
-
-    path: Path
-    step: int
-    micro: int
-
-
 def save_checkpoint(
     folder: OutputFolder,
     buffers: AdapterBuffers,
@@ -116,8 +115,8 @@ def save_checkpoint(
     """
     folder.assert_ours()
     root = folder.place(OutputPath.CHECKPOINTS)
-    target = root / _name(position.step, window_micro_steps)
-    aside = root / f".{target.name}.part"
+    target = root / folder_name(position.step, window_micro_steps)
+    aside = place_aside(target)
     with writing_to(target):
         try:
             root.mkdir(exist_ok=True)
@@ -143,15 +142,15 @@ def save_checkpoint(
                 parts={name: part.scalars() for name, part in everything.items()},
                 files=files,
             )
-            write_durably(aside / _MANIFEST, manifest.model_dump_json(indent=1).encode())
+            write_durably(aside / _MANIFEST, _sealed(manifest))
             sync_folder(aside)
-            _put_in_place(aside, target)
+            put_in_place(target)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-    oldest_wanted = None if hindsight is None else position.step - hindsight
-    for old in surplus(list_checkpoints(root), keep, oldest_wanted):
-        shutil.rmtree(old.path, ignore_errors=True)
+        oldest_wanted = None if hindsight is None else position.step - hindsight
+        for old in surplus(list_checkpoints(root), keep, oldest_wanted):
+            discard(old.path)
     return SavedCheckpoint(target, position.step, window_micro_steps)
 
 
@@ -184,7 +183,11 @@ def resume(
     Raises ConfigurationError for one that is whole, but made by another version or for another
     adapter.
     """
-    for found in reversed(list_checkpoints(folder.place(OutputPath.CHECKPOINTS))):
+    root = folder.place(OutputPath.CHECKPOINTS)
+    folder.assert_ours()
+    with writing_to(root):
+        tidy_up(root)
+    for found in reversed(list_checkpoints(root)):
         if latest_step is not None and found.step > latest_step:
             continue
         try:
@@ -214,17 +217,6 @@ def resume(
         )
         return position, found
     return None
-
-
-def list_checkpoints(root: Path) -> list[SavedCheckpoint]:
-    """Finished checkpoints, oldest first."""
-    if not root.is_dir():
-        return []
-    found = []
-    for path in root.iterdir():
-        if match := _NAME.fullmatch(path.name):
-            found.append(SavedCheckpoint(path, int(match[1]), int(match[2] or 0)))
-    return sorted(found, key=lambda c: (c.step, c.micro))
 
 
 class _Unusable(Exception):
@@ -260,14 +252,31 @@ def _read_manifest(found: SavedCheckpoint) -> CheckpointManifest:
         raise _Unusable(f"{_MANIFEST} is missing") from None
     except ValueError:
         raise _Unusable(f"{_MANIFEST} is damaged") from None
-    ours = CheckpointManifest.model_fields["format"].default
-    made_as = document.get("format") if isinstance(document, dict) else None
-    if isinstance(made_as, int) and made_as != ours:
+    if not isinstance(document, dict):
+        raise _Unusable(f"{_MANIFEST} is damaged")
+    ours, made_as = CheckpointManifest.model_fields["format"].default, document.get("format")
+    seal = document.pop(_SEAL, None)
+    # The first format had no seal; a seal that is broken says that nothing in it can be trusted.
+    if seal != _digest(document) and not (seal is None and made_as == 1):
+        raise _Unusable(f"{_MANIFEST} is not what was written (its sha256 differs)")
+    if made_as != ours:
         raise _of_another_version(found, f"its format is {made_as}, not {ours}")
     try:
         return CheckpointManifest.model_validate(document)
     except ValidationError:
         raise _Unusable(f"{_MANIFEST} is damaged") from None
+
+
+def _sealed(manifest: CheckpointManifest) -> bytes:
+    """The manifest as JSON, with a digest over all of it."""
+    document = manifest.model_dump(mode="json")
+    return json.dumps({**document, _SEAL: _digest(document)}, indent=1).encode()
+
+
+def _digest(document: JsonObject) -> str:
+    """Of the content, whatever its layout: Python writes and reads floats exactly."""
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _of_another_version(found: SavedCheckpoint, why: str) -> ConfigurationError:
@@ -294,20 +303,5 @@ def _write_part(file: Path, part: CheckpointPart) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _put_in_place(aside: Path, target: Path) -> None:
-    """Rename, also over an earlier checkpoint of the same name."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    aside.rename(target)
-    sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def _layout(buffers: AdapterBuffers) -> list[tuple[str, tuple[int, ...]]]:
     return [(slot.factor.name, slot.shape) for slot in buffers.slots]
-
-
-def _name(step: int, window_micro_steps: int) -> str:
-    return f"step-{step:06d}" + (f".{window_micro_steps}" if window_micro_steps else "")

@@ -15,7 +15,8 @@ from kubelora_api.spec import Health
 from kubelora_api.status import CheckpointStatus
 from kubelora_trainer import health, health_policy
 from kubelora_trainer.buffers import Slot
-from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint
+from kubelora_trainer.checkpoint import RunPosition
+from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.errors import HeldByPolicy
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.output import OutputFolder

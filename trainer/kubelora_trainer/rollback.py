@@ -13,7 +13,8 @@ from dataclasses import replace
 from kubelora_api.names import OutputPath
 from kubelora_api.status import Finding
 from kubelora_trainer.buffers import AdapterBuffers
-from kubelora_trainer.checkpoint import RunPosition, list_checkpoints, resume
+from kubelora_trainer.checkpoint import RunPosition, resume
+from kubelora_trainer.checkpoint_folders import list_checkpoints
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.errors import PolicyFailure
 from kubelora_trainer.health import with_finding

@@ -18,7 +18,8 @@ from kubelora_api.status import Artifact, Finding
 from kubelora_trainer.adapter import AdapterModule, trained_layers
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.category_losses import CategoryLosses
-from kubelora_trainer.checkpoint import RunPosition, SavedCheckpoint, resume, save_checkpoint
+from kubelora_trainer.checkpoint import RunPosition, resume, save_checkpoint
+from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.counting import counting
 from kubelora_trainer.ending import conclude
