@@ -188,11 +188,15 @@ class Output(ApiModel):
 class Workers(ApiModel):
     """The pods of one attempt."""
 
-    nodes: Annotated[int, Field(ge=1, le=1)] = Field(
-        1, description="Pods. This version trains on one. Default 1."
+    nodes: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Pods, 1 to 64. Default 1. They share model, data and output; several need "
+        "claims that several nodes can mount (ReadWriteMany for the output).",
     )
-    gpus_per_node: Annotated[int, Field(ge=0, le=1)] = Field(
-        1, description="GPUs of each pod, its nvidia.com/gpu limit: 0 or 1. Default 1."
+    gpus_per_node: Annotated[int, Field(ge=0, le=16)] = Field(
+        1,
+        description="GPUs of each pod, its nvidia.com/gpu limit: 0 to 16. Default 1. One process "
+        "trains on each, and at least one; with training.device cpu it is the number of processes.",
     )
 
 
@@ -202,6 +206,11 @@ class RestartPolicy(ApiModel):
     max_restarts: Annotated[int, Field(ge=0, le=100)] = Field(
         3, description="Restarts after failures. Default 3, 0 to 100."
     )
+
+
+def _ranks(spec: "JobSpec") -> int:
+    """Processes that train together: one per GPU, at least one a node."""
+    return spec.workers.nodes * max(1, spec.workers.gpus_per_node)
 
 
 def _gpu_limit_agrees(spec: "JobSpec") -> bool:
@@ -245,6 +254,22 @@ class JobSpec(ApiModel):
             "workers.gpusPerNode; leave it out, gpusPerNode sets it",
             check=_gpu_limit_agrees,
             at="podTemplate",
+        ),
+        Rule(
+            cel="self.training.gradientAccumulation >= self.workers.nodes * "
+            "(self.workers.gpusPerNode > 1 ? self.workers.gpusPerNode : 1)",
+            message="training.gradientAccumulation counts the micro-batches of all GPUs together: "
+            "set it to workers.nodes times workers.gpusPerNode or more, so that each GPU has one",
+            check=lambda s: s.training.gradient_accumulation >= _ranks(s),
+            at="training",
+        ),
+        Rule(
+            cel="self.health.policy != 'Rollback' || "
+            "(self.workers.nodes == 1 && self.workers.gpusPerNode <= 1)",
+            message="health.policy Rollback needs a job of one GPU: several can't go back together "
+            "yet; use Suspend or Fail",
+            check=lambda s: s.health.policy != "Rollback" or _ranks(s) == 1,
+            at="health",
         ),
     )
 

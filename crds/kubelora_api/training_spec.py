@@ -162,10 +162,12 @@ class Training(ApiModel):
         None, description="Passes over the dataset. Exactly one of steps and epochs is set."
     )
     batch_size: Annotated[int, Field(ge=1, le=1024)] = Field(
-        1, description="Images per micro-batch and GPU. Default 1."
+        1, description="Images per micro-batch; a GPU has one at a time. Default 1."
     )
     gradient_accumulation: Annotated[int, Field(ge=1, le=65536)] = Field(
-        1, description="Micro-batches per optimizer step. Default 1."
+        1,
+        description="Micro-batches per optimizer step, of all GPUs together: with more GPUs a step "
+        "is faster and its batch the same. Default 1; at least the number of GPUs.",
     )
     learning_rate: Annotated[float, Field(gt=0, le=10)] | None = Field(
         None,

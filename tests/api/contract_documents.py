@@ -256,6 +256,20 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("keep no checkpoint", "spec/checkpoint", {"keep": 0}, "spec.checkpoint.keep"),
     Wrong("workers 0", "spec/workers", {"nodes": 0}, "spec.workers.nodes"),
     Wrong("workers as a number", "spec/workers", 0, "spec.workers"),
+    Wrong("65 nodes", "spec/workers", {"nodes": 65}, "spec.workers.nodes"),
+    Wrong("17 GPUs a node", "spec/workers", {"gpusPerNode": 17}, "spec.workers.gpusPerNode"),
+    Wrong(
+        "more GPUs than micro-batches",
+        "spec/workers",
+        {"nodes": 3, "gpusPerNode": 3},
+        "spec.training",
+    ),
+    Wrong(
+        "a rollback of two nodes",
+        "spec",
+        base()["spec"] | {"workers": {"nodes": 2}, "health": {"policy": "Rollback"}},
+        "spec.health",
+    ),
     Wrong(
         "hostPath",
         "spec/podTemplate",
@@ -454,6 +468,8 @@ RIGHT: dict[str, Document] = {
     "suspended by its findings": changed("spec/health", {"policy": "Suspend"}),
     "back once": changed("spec/health", {"policy": "Rollback"}),
     "on a CPU": changed("spec/workers", {"gpusPerNode": 0}),
+    "as many GPUs as micro-batches": changed("spec/workers", {"nodes": 2, "gpusPerNode": 4}),
+    "eight nodes without GPUs": changed("spec/workers", {"nodes": 8, "gpusPerNode": 0}),
     "a null is an absent field": changed("spec/adapter/alpha", None),
 }
 

@@ -21,10 +21,10 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_trainer import material, run
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.errors import Interrupted, NumericalError, RunEnded
+from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.run_context import RunOptions
 from kubelora_trainer.step_numbers import StepNumbers
 from kubelora_trainer.stop_request import StopRequest
-from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.train import Parts, train
 from tests.numerics.scene import Photographs, Scene
 

@@ -16,7 +16,7 @@ from kubelora_api.spec import Health
 from kubelora_api.status import Finding
 from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers, Factor
-from kubelora_trainer.checkpoint import RunPosition, resume, save_checkpoint
+from kubelora_trainer.checkpoint import RunPosition, resume, resume_from, save_checkpoint
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
@@ -144,7 +144,7 @@ class Engine:
             self.saved_parts["average"] = self.average
         if self.scaler:
             self.saved_parts["loss_scaler"] = self.scaler
-        self.resumed = resume(self.folder, self.buffers, self.saved_parts, self.warnings.append)
+        self.resumed = self._resume(gang)
         begin = self.resumed[0] if self.resumed else RunPosition()
         self.position = gang.adopt(begin, self.buffers, [])
         steps = spec.steps or 1
@@ -181,6 +181,15 @@ class Engine:
         self.saved: list[SavedCheckpoint] = []
         if self.resumed:
             self.reporter.checkpointed(self.resumed[1], self.folder)
+
+    def _resume(self, gang: Gang) -> tuple[RunPosition, SavedCheckpoint] | None:
+        resumed = None
+        if self.first:
+            resumed = resume(self.folder, self.buffers, self.saved_parts, self.warnings.append)
+        saved = gang.told_by_first(resumed[1] if resumed else None)
+        if self.first or saved is None:
+            return resumed
+        return resume_from(saved, self.folder, self.buffers, self.saved_parts), saved
 
     def checkpoint(self, position: RunPosition) -> None:
         if not self.first:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from kubelora_api.names import ExitCode
+from kubelora_api.spec import Workers
 from kubelora_trainer.errors import ConfigurationError, Interrupted, NumericalError, PeerLost
 from kubelora_trainer.launch import RankEnd, deciding, exit_code_of, launch, sentence_of
-from kubelora_trainer.seats import LOOPBACK, Layout, Seat
+from kubelora_trainer.seats import LOOPBACK, Layout, Seat, layout_of
 from kubelora_trainer.stop_request import StopRequest
 
 TWO = Layout(nodes=1, node=0, ranks_per_node=2, address=LOOPBACK, port=0)
@@ -134,6 +135,35 @@ def test_ranks_are_numbered_through_all_nodes(tmp_path: Path) -> None:
     assert sorted(end.rank for end in ends) == [2, 3]
     assert (tmp_path / "2").read_text().split()[:2] == ["0", "4"]
     assert (tmp_path / "3").read_text().split()[:2] == ["1", "4"]
+
+
+def test_a_node_has_a_rank_per_gpu_and_at_least_one() -> None:
+    assert layout_of(Workers(gpus_per_node=0), {}).size == 1
+    assert layout_of(Workers(gpus_per_node=1), {}).size == 1
+    four = layout_of(Workers(gpus_per_node=4), {"MASTER_ADDR": "elsewhere"})
+    assert (four.size, four.node, four.address) == (4, 0, "127.0.0.1")
+    pods = Workers(nodes=3, gpus_per_node=2)
+    seen = layout_of(pods, {"MASTER_ADDR": "job-0.job", "JOB_COMPLETION_INDEX": "2"})
+    assert seen == Layout(nodes=3, node=2, ranks_per_node=2, address="job-0.job", port=29400)
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({}, "MASTER_ADDR is not set"),
+        ({"MASTER_ADDR": "a"}, "JOB_COMPLETION_INDEX must be a whole number from 0 to 1, found ''"),
+        ({"MASTER_ADDR": "a", "JOB_COMPLETION_INDEX": "2"}, "found '2'"),
+        (
+            {"MASTER_ADDR": "a", "JOB_COMPLETION_INDEX": "0", "MASTER_PORT": "x"},
+            "MASTER_PORT must be a whole number from 1 to 65535, found 'x'",
+        ),
+    ],
+)
+def test_several_nodes_without_a_meeting_place_are_refused(
+    environment: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        layout_of(Workers(nodes=2), environment)
 
 
 def test_the_launcher_ends_with_its_children_when_it_is_killed(tmp_path: Path) -> None:

@@ -199,24 +199,53 @@ def resume(
                 shutil.rmtree(set_aside, ignore_errors=True)
                 found.path.rename(set_aside)
             continue
-        for name, part in {_ADAPTER: buffers, **parts}.items():
-            try:
-                part.load(tensors[name], manifest.parts[name])
-            except ValueError as error:
-                raise _of_another_version(found, f"its {name} does not fit: {error}") from None
-        position = RunPosition(
-            step=manifest.step,
-            micro_step=manifest.micro_step,
-            window_samples=manifest.window_samples,
-            window_loss=torch.tensor(
-                manifest.window_loss, dtype=torch.float64, device=buffers.gradient.device
-            ),
-            norm_range=manifest.norm_range,
-            watch=health.from_json(manifest.watch),
-            rollback=manifest.rollback,
-        )
-        return position, found
+        return _take_over(found, manifest, tensors, buffers, parts), found
     return None
+
+
+def resume_from(
+    found: SavedCheckpoint,
+    folder: OutputFolder,
+    buffers: AdapterBuffers,
+    parts: Mapping[str, CheckpointPart],
+) -> RunPosition:
+    """Fill buffers and parts from this very checkpoint, which another rank has found good.
+
+    Raises ConfigurationError where it can't be read here, or does not fit.
+    """
+    try:
+        manifest, tensors = _read(found, folder.run_id, buffers, parts)
+    except _Unusable as why:
+        raise ConfigurationError(
+            f"{found.path}: rank 0 resumes from this checkpoint, but here {why}; spec.output.uri "
+            "must be one place that all nodes share"
+        ) from None
+    return _take_over(found, manifest, tensors, buffers, parts)
+
+
+def _take_over(
+    found: SavedCheckpoint,
+    manifest: CheckpointManifest,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    buffers: AdapterBuffers,
+    parts: Mapping[str, CheckpointPart],
+) -> RunPosition:
+    for name, part in {_ADAPTER: buffers, **parts}.items():
+        try:
+            part.load(tensors[name], manifest.parts[name])
+        except ValueError as error:
+            raise _of_another_version(found, f"its {name} does not fit: {error}") from None
+    return RunPosition(
+        step=manifest.step,
+        micro_step=manifest.micro_step,
+        window_samples=manifest.window_samples,
+        window_loss=torch.tensor(
+            manifest.window_loss, dtype=torch.float64, device=buffers.gradient.device
+        ),
+        norm_range=manifest.norm_range,
+        watch=health.from_json(manifest.watch),
+        rollback=manifest.rollback,
+    )
 
 
 class _Unusable(Exception):

@@ -88,13 +88,8 @@ def train(
     folders = parse_mounts(mounts)
     job = read_job(file, settings)
 
-    from kubelora_trainer.heavy_imports import import_heavy_libraries
-
-    import_heavy_libraries()
-    from rich.console import Console
-
-    from kubelora_trainer.run import run_job
     from kubelora_trainer.run_context import RunOptions
+    from kubelora_trainer.seats import layout_of
 
     termination_log = os.environ.get(names.ENV_TERMINATION_LOG)
     options = RunOptions(
@@ -104,6 +99,19 @@ def train(
         termination_log=Path(termination_log) if termination_log else None,
         resume_command=shlex.join(["kubelora", *sys.argv[1:]]),
     )
+    layout = layout_of(job.spec.workers, os.environ)
+    if layout.size > 1:
+        from kubelora_trainer.ranks import run_ranks
+
+        code = run_ranks(job, options, layout, stop, lambda line: click.echo(line, err=True))
+        click.get_current_context().exit(code)
+    from kubelora_trainer.heavy_imports import import_heavy_libraries
+
+    import_heavy_libraries()
+    from rich.console import Console
+
+    from kubelora_trainer.run import run_job
+
     run_job(job, options, stop, Console())
 
 

@@ -23,7 +23,7 @@ from kubelora_trainer.errors import Interrupted
 from kubelora_trainer.images import SizeConditions
 from kubelora_trainer.latents import LatentSource, normal
 from kubelora_trainer.loss_weights import mean_errors, timestep_weights
-from kubelora_trainer.order import SampleDraw
+from kubelora_trainer.order import WHOLE, SampleDraw, Share
 from kubelora_trainer.text import TextConditions
 
 
@@ -69,14 +69,20 @@ class SdxlObjective:
         dataset: Dataset,
         spec: JobSpec,
         cache: DataCache = NO_CACHE,
+        share: Share = WHOLE,
     ) -> None:
+        """share: what this rank does of the work; any micro-step can be asked for all the same."""
         self._base = base
         self._dataset = dataset
         self._training = spec.training
         self.order = dataset.order(spec.training.seed, spec.training.batch_size)
         self._cache = cache
         self._text = TextConditions(base, cache.text)
-        self._latents = LatentSource(base, dataset, self.order, cache.latents)
+        self._share = share
+        accumulation = spec.training.gradient_accumulation
+        self._latents = LatentSource(
+            base, dataset, self.order, cache.latents, lambda m: share.after(m, accumulation)
+        )
         self._dropout = AdapterDropout(base.unet)
         if spec.training.gradient_checkpointing:
             base.unet.enable_gradient_checkpointing()
@@ -103,7 +109,7 @@ class SdxlObjective:
         self._latents.close()
 
     def fill_cache(self, stop: Callable[[], bool], tick: Callable[[int, int], None]) -> None:
-        """Compute all that the cache may hold and lacks; tick is told (done, of how many).
+        """Compute this rank's part of what the cache may hold; tick is told (done, of how many).
 
         Raises Interrupted on ``stop``; what was computed until then stays.
         """
@@ -114,6 +120,7 @@ class SdxlObjective:
         if self._cache.latents:
             views = self._dataset.fixed_views()
             work += [partial(self._latents.ensure_cached, view) for view in views]
+        work = work[self._share.rank :: self._share.size]
         for done, one in enumerate(work):
             if stop():
                 raise Interrupted(

@@ -62,7 +62,7 @@ def _let_prometheus_look(run: Run, exporter: Exporter, code: ExitCode) -> None:
 
 def _record(run: Run, code: ExitCode, message: str) -> str | None:
     """The manifest's state for every ending but Done, which is written with its artifacts."""
-    if run.folder is None:
+    if run.folder is None or not run.first:
         return None
     states: dict[ExitCode, RunState] = {
         ExitCode.INTERRUPTED: "Interrupted",

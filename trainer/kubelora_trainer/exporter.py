@@ -119,6 +119,13 @@ class _Answer:
     body: bytes
 
 
+@dataclass
+class Board:
+    """What ``/status`` tells, where another rank of the node serves it."""
+
+    report: RunReport
+
+
 class Exporter:
     """The HTTP server.
 

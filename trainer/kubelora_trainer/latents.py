@@ -1,7 +1,7 @@
 """Latents of a micro-step's images: read ahead, encoded by the VAE, kept where that is right."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -39,9 +39,11 @@ class LatentSource:
         dataset: Dataset,
         order: SampleOrder,
         cache: LatentCache | None = None,
+        after: Callable[[int], int] = lambda micro_step: micro_step + 1,
     ) -> None:
+        """after: the micro-step whose images are read while one is at work."""
         self._base, self._dataset, self._order = base, dataset, order
-        self._cache = cache
+        self._cache, self._after = cache, after
         self._kept: OrderedDict[tuple[int, bool], Latent] = OrderedDict()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
         self._ahead: tuple[int, Future[list[_Read]]] | None = None
@@ -74,10 +76,11 @@ class LatentSource:
         return self._cache if self._dataset.has_fixed_crop(view.sample) else None
 
     def _images(self, micro_step: int) -> list[_Read]:
-        """What was read for this micro-step; the next one's images are read meanwhile."""
+        """What was read for this micro-step; those that follow are read meanwhile."""
         ahead, self._ahead = self._ahead, None
         images = ahead[1].result() if ahead and ahead[0] == micro_step else self._read(micro_step)
-        self._ahead = (micro_step + 1, self._reader.submit(self._read, micro_step + 1))
+        following = self._after(micro_step)
+        self._ahead = (following, self._reader.submit(self._read, following))
         return images
 
     def _read(self, micro_step: int) -> list[_Read]:

@@ -151,8 +151,9 @@ def _rank(local_rank: int, work: Work, layout: Layout, port: int) -> None:
         work(seat, stop)
         code = ExitCode.DONE
     except RunEnded as ended:
-        print(f"rank {seat.rank}: error: {ended}", file=sys.stderr)
         code = ended.exit_code
+        if seat.rank == 0 or code != ExitCode.INTERRUPTED:  # all are interrupted alike
+            print(f"rank {seat.rank}: error: {ended}", file=sys.stderr)
     except Exception:
         traceback.print_exc()
         code = ExitCode.INTERNAL

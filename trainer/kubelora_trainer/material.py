@@ -27,6 +27,7 @@ from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.places import resolve_input, resolve_output
 from kubelora_trainer.precision import DTYPES
 from kubelora_trainer.preflight_report import PreflightReport, report_text, write_report
+from kubelora_trainer.seats import ONLY_SEAT, Seat
 from kubelora_trainer.single_file import single_file_of, unpack
 from kubelora_trainer.sources import open_extra_sources, open_folder
 from kubelora_trainer.threads import cpu_quota, thread_count, usable_cores
@@ -61,8 +62,9 @@ def open_material(
     output: OutputFolder,
     say: Callable[[str], None],
     stop: Callable[[], bool] = lambda: False,
+    seat: Seat = ONLY_SEAT,
 ) -> Material:
-    """Open dataset (first, it is quick to judge), model and adapter.
+    """Open dataset (first, it is quick to judge), model and adapter. Rank 0 publishes preflight.
 
     stop: asked between images, so that a long preflight can be ended. Raises Interrupted then, and
     ConfigurationError for whatever is missing, damaged or of another kind.
@@ -72,6 +74,8 @@ def open_material(
     vae = resolve_input(spec.model.vae, mounts, content="vae") if spec.model.vae else None
 
     def publish(report: PreflightReport) -> None:
+        if seat.rank != 0:
+            return
         with writing_to(output.path):
             write_report(report, output.place(OutputPath.PREFLIGHT))
         say(report_text(report))
@@ -107,7 +111,7 @@ def open_material(
     if spec.adapter.from_:
         place = resolve_input(spec.adapter.from_, mounts, content="adapter")
         say(f"adapter: starts from {warm_start(modules, base.unet, place)}")
-    limit_threads(sum(p.numel() for p in base.unet.parameters()))
+    limit_threads(sum(p.numel() for p in base.unet.parameters()), seat.ranks_per_node)
     say(
         f"model: {model_folder} on {device}; adapter: {len(modules)} modules, "
         f"{sum(m.lora_a.numel() + m.lora_b.numel() for m in modules):,} parameters"
@@ -115,7 +119,7 @@ def open_material(
     cache = NO_CACHE
     if spec.dataset.cache:
         cache = open_cache(resolve_output(spec.dataset.cache, mounts), base, dataset, say)
-    return Material(base, modules, dataset, SdxlObjective(base, dataset, spec, cache))
+    return Material(base, modules, dataset, SdxlObjective(base, dataset, spec, cache, seat.share))
 
 
 def _model_folder(model: Model, mounts: Mapping[str, Path], say: Callable[[str], None]) -> Path:
@@ -149,8 +153,11 @@ def choose_device(spec: JobSpec, cuda: bool) -> torch.device:
     return torch.device("cuda")
 
 
-def limit_threads(parameters: int) -> None:
-    """Let torch use as many threads as are of use."""
-    threads = thread_count(parameters, os.environ, usable_cores(), cpu_quota())
+def limit_threads(parameters: int, processes: int = 1) -> None:
+    """Let torch use as many threads as are of use. processes: ranks that share this machine."""
+    cores, quota = max(1, usable_cores() // processes), cpu_quota()
+    threads = thread_count(
+        parameters, os.environ, cores, None if quota is None else quota / processes
+    )
     if threads is not None:
         torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ from kubelora_trainer.buffers import Slot
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.errors import HeldByPolicy
-from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.exporter import Board, Exporter, TrainerMetrics
 from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.progress import ProgressView
@@ -42,7 +42,7 @@ class Reporter:
         slots: tuple[Slot, ...],
         policy: Health,
         metrics: TrainerMetrics,
-        exporter: Exporter,
+        exporter: Exporter | Board,
         run_log: RunLog | NoLog,
         progress: ProgressView,
         first_gradients: FirstGradients,

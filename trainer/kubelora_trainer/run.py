@@ -6,6 +6,7 @@ every way to end leaves a manifest, a report and a sentence.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -14,20 +15,27 @@ from rich.console import Console
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import METRICS_PORT, ExitCode, OutputPath
 from kubelora_api.report import RunReport
+from kubelora_api.spec import Health
 from kubelora_api.status import Artifact, Finding
 from kubelora_trainer.adapter import AdapterModule, trained_layers
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.category_losses import CategoryLosses
-from kubelora_trainer.checkpoint import RunPosition, resume, save_checkpoint
+from kubelora_trainer.checkpoint import RunPosition, save_checkpoint
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.counting import counting
 from kubelora_trainer.ending import conclude
-from kubelora_trainer.errors import ConfigurationError, HeldByPolicy, Interrupted, RunEnded
+from kubelora_trainer.errors import (
+    ConfigurationError,
+    HeldByPolicy,
+    Interrupted,
+    PeerLost,
+    RunEnded,
+)
 from kubelora_trainer.export import DTYPES as EXPORT_DTYPES
 from kubelora_trainer.export import Title, dtype_that_holds, export_diffusers, export_kohya
 from kubelora_trainer.export_gate import verify_export
-from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.exporter import Board, Exporter, TrainerMetrics
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
 from kubelora_trainer.learning_rates import rate_scales
 from kubelora_trainer.loss_scaler import LossScaler
@@ -40,7 +48,6 @@ from kubelora_trainer.output import (
     Manifest,
     OutputFolder,
     artifact_of,
-    claim_output,
 )
 from kubelora_trainer.places import resolve_output
 from kubelora_trainer.precision import describe_memory, lossy_warnings, plan_precision
@@ -48,13 +55,14 @@ from kubelora_trainer.progress import open_progress
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.rollback import go_back
 from kubelora_trainer.run_context import Run, RunOptions
-from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.run_log import NoLog, RunLog
 from kubelora_trainer.samples import draw_samples
 from kubelora_trainer.schedule import steps_that_moved
 from kubelora_trainer.startup_contract import FirstGradients, check_dtypes, check_fresh_adapter
 from kubelora_trainer.stop_request import StopRequest
 from kubelora_trainer.summary import RunSummary, summary_text
 from kubelora_trainer.telemetry import GradientTelemetry
+from kubelora_trainer.together import claim_together, compare, meet, resume_together
 from kubelora_trainer.train import Parts, train
 
 
@@ -62,6 +70,7 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
     """Run ``job`` to its end. Raises RunEnded, after everything has been recorded and reported."""
     run = Run(job, options, stop, console)
     try:
+        run.gang = meet(run)
         message, artifacts = _run(run)
     except HeldByPolicy as held:
         ended = HeldByPolicy(f"{held}{_how_to_go_on(run)}")
@@ -79,22 +88,30 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
 def _run(run: Run) -> tuple[str, list[Artifact]]:
     """Everything from the output folder to the exported adapter; returns the last sentence."""
     place = resolve_output(run.job.spec.output.uri, run.options.mounts)
-    claimed = claim_output(place, run.job, run.options.attempt, run.warn)
+    claimed = claim_together(run, place)
     if isinstance(claimed, Manifest):
         run.say(f"{run.job.metadata.name}: already done, see {place}; nothing to do")
         return "already done", claimed.artifacts
     run.folder = claimed
     registry = CollectorRegistry()
     metrics = TrainerMetrics(registry, plan_precision(run.job.spec.precision))
-    run.exporter = _serve(run, claimed, registry)
+    board: Exporter | Board = Board(_first_report(claimed))
+    if run.options.seat.local_rank == 0:
+        board = run.exporter = _serve(run, claimed, registry)
     material = open_material(
-        run.job.spec, run.options.mounts, claimed, run.say, lambda: run.stop.requested
+        run.job.spec,
+        run.options.mounts,
+        claimed,
+        run.say,
+        lambda: run.stop.requested,
+        run.options.seat,
     )
     try:
         material.objective.fill_cache(
             lambda: run.stop.requested, counting("cache: entries looked at", run.say)
         )
-        return _train_and_export(run, claimed, metrics, run.exporter, material)
+        run.gang.gathered(None)  # every rank's part of the cache is there
+        return _train_and_export(run, claimed, metrics, board, material)
     finally:
         material.objective.close()
 
@@ -103,18 +120,19 @@ def _train_and_export(
     run: Run,
     folder: OutputFolder,
     metrics: TrainerMetrics,
-    exporter: Exporter,
+    exporter: Exporter | Board,
     material: Material,
 ) -> tuple[str, list[Artifact]]:
     spec, name = run.job.spec, run.job.metadata.name
     precision = plan_precision(spec.precision)
-    buffers = AdapterBuffers(material.factors, precision)
+    dataset = material.dataset
+    categories = CategoryLosses([s.category for s in dataset.samples], material.base.device)
+    tail = run.gang.tail_elements(categories.sums.numel())
+    buffers = AdapterBuffers(material.factors, precision, tail)
     scales = rate_scales(buffers.slots, spec.training)
     optimizer = open_optimizer(buffers, spec.training.optimizer, scales)
     average = open_average(buffers, spec.training.ema)
     plan = plan_of(spec.training, material.objective.order)
-    dataset = material.dataset
-    categories = CategoryLosses([s.category for s in dataset.samples], material.base.device)
     scaler = LossScaler(buffers.masters.device) if precision.scales_loss else None
     telemetry = GradientTelemetry(buffers, optimizer, scales, scaler.scale if scaler else None)
     saved_parts: dict[str, CheckpointPart] = {
@@ -128,15 +146,16 @@ def _train_and_export(
         saved_parts["loss_scaler"] = scaler
     results = average.weights if average else buffers.masters
     position, resumed_from = _begin(run, folder, buffers, optimizer, saved_parts)
+    compare(run.gang, material, buffers, position)
     metrics.plan_steps(position.step, plan.optimizer_steps)
     exporter.report = exporter.report.model_copy(
         update={"phase": "Training", "step": position.step, "total_steps": plan.optimizer_steps}
     )
-    run_log = RunLog(folder, buffers.slots, position.step)
+    run_log = RunLog(folder, buffers.slots, position.step) if run.first else NoLog()
     with open_progress(run.console, plan.optimizer_steps, position.step) as progress:
         reporter = Reporter(
             slots=buffers.slots,
-            policy=spec.health,
+            policy=spec.health if run.first else Health(),
             metrics=metrics,
             exporter=exporter,
             run_log=run_log,
@@ -160,9 +179,12 @@ def _train_and_export(
             average=average,
             categories=categories,
             scaler=scaler,
+            gang=run.gang,
         )
 
         def checkpoint(reached: RunPosition) -> None:
+            if not run.first:
+                return
             run_log.flush()
             saved = save_checkpoint(
                 folder,
@@ -198,13 +220,14 @@ def _train_and_export(
 
         def samples(reached: RunPosition) -> None:
             every = spec.validation.every_steps
-            if every and reached.step % every == 0 and reached.step < plan.optimizer_steps:
+            due = every and reached.step % every == 0 and reached.step < plan.optimizer_steps
+            if due and run.first:
                 with buffers.showing(results):
                     _draw(run, folder, material, reached.step)
 
         position = train(
             parts,
-            position,
+            run.gang.adopt(position, buffers, parts.sums),
             stop=lambda: run.stop.requested,
             checkpoint=checkpoint,
             checkpoint_every=spec.checkpoint.every_steps,
@@ -214,6 +237,8 @@ def _train_and_export(
         if position.step < plan.optimizer_steps:
             checkpoint(position)
     _leave_if_asked(run, position.step, plan.optimizer_steps)
+    if isinstance(run_log, NoLog):
+        return _wait_for_first(run, position.step, plan.optimizer_steps), []
     reporter.phase("Exporting")
     with buffers.showing(results):
         artifacts = _export(folder, material, buffers.by_factor(results), run.warn)
@@ -237,7 +262,19 @@ def _train_and_export(
         edge=spec.dataset.resolution,
     )
     run.say("\n" + summary_text(summary))
+    with suppress(PeerLost):  # whoever is gone now is not missed: all is written
+        run.gang.told_by_first(None)
     return f"{position.step} steps done; numerical health: {reporter.watch.verdict}", artifacts
+
+
+def _wait_for_first(run: Run, step: int, total: int) -> str:
+    """The others end when rank 0 has exported, so that no pod is done before the run is."""
+    try:
+        run.gang.told_by_first(None)
+    except PeerLost:
+        _leave_if_asked(run, step, total)
+        raise
+    return f"{step} steps done with rank 0, which exported the adapter"
 
 
 def _begin(
@@ -248,7 +285,7 @@ def _begin(
     saved_parts: Mapping[str, CheckpointPart],
 ) -> tuple[RunPosition, SavedCheckpoint | None]:
     """Resume or start afresh; check and print the start-up contract."""
-    resumed = resume(folder, buffers, saved_parts, run.warn)
+    resumed = resume_together(run, folder, buffers, saved_parts)
     beside = {"optimizer state": optimizer.state_bytes}
     if "average" in saved_parts:
         beside["average"] = 4 * buffers.numel
@@ -269,16 +306,23 @@ def _begin(
     return position, saved
 
 
+def _first_report(folder: OutputFolder) -> RunReport:
+    return RunReport(run_id=folder.run_id, attempt=folder.attempt, phase="Starting")
+
+
 def _serve(run: Run, folder: OutputFolder, registry: CollectorRegistry) -> Exporter:
     """Begin to serve metrics; in a pod on the contract's port alone."""
     options = run.options
     port = options.metrics_port
     if port is None:
         port = METRICS_PORT if options.in_pod else 0
-    report = RunReport(run_id=folder.run_id, attempt=folder.attempt, phase="Starting")
     try:
         exporter = Exporter(
-            registry, report, port, any_port=not options.in_pod, everywhere=options.in_pod
+            registry,
+            _first_report(folder),
+            port,
+            any_port=not options.in_pod,
+            everywhere=options.in_pod,
         )
     except OSError as error:
         raise ConfigurationError(
@@ -362,7 +406,7 @@ def _how_to_go_on(run: Run) -> str:
 
 def _leave_if_asked(run: Run, step: int, total: int) -> None:
     """After SIGTERM or Ctrl-C: the checkpoint is saved, so say how to go on."""
-    if run.stop.requested:
+    if run.stop.requested or step < total:  # the stop may have reached another rank
         how = (
             "the next attempt goes on from there"
             if run.options.in_pod

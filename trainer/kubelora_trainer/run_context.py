@@ -9,7 +9,9 @@ from rich.console import Console
 
 from kubelora_api.job import LoraTrainingJob
 from kubelora_trainer.exporter import Exporter
+from kubelora_trainer.gang import ALONE, Gang
 from kubelora_trainer.output import OutputFolder
+from kubelora_trainer.seats import ONLY_SEAT, Seat
 from kubelora_trainer.stop_request import StopRequest
 
 
@@ -18,7 +20,8 @@ class RunOptions:
     """What the command line and the pod's environment say beside the job.
 
     mounts: folder of each claim that ``--mount`` names. attempt: the operator's count, None
-    locally. resume_command: what to type to go on after an interruption.
+    locally. resume_command: what to type to go on after an interruption. seat: the place of this
+    process among several ranks.
     """
 
     mounts: Mapping[str, Path]
@@ -26,6 +29,7 @@ class RunOptions:
     attempt: int | None
     termination_log: Path | None
     resume_command: str
+    seat: Seat = ONLY_SEAT
 
     @property
     def in_pod(self) -> bool:
@@ -43,6 +47,12 @@ class Run:
         self.begun = time.monotonic()
         self.folder: OutputFolder | None = None
         self.exporter: Exporter | None = None
+        self.gang: Gang = ALONE
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which alone writes."""
+        return self.options.seat.rank == 0
 
     def say(self, sentence: str) -> None:
         """One line for the person, or the pod's log."""

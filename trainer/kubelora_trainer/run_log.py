@@ -140,3 +140,9 @@ class NoLog:
 
     def append(self, numbers: StepNumbers) -> None:
         """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    def rewind(self, step: int) -> None:
+        """Nothing."""

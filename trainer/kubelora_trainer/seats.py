@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kubelora_api import names
 from kubelora_api.spec import Workers
 from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.order import Share
 
 LOOPBACK = "127.0.0.1"
 
@@ -44,6 +45,15 @@ class Seat:
     ranks_per_node: int
     address: str
     port: int
+
+    @property
+    def share(self) -> Share:
+        """Which micro-steps are this rank's."""
+        return Share(self.rank, self.size)
+
+
+ONLY_SEAT = Seat(rank=0, local_rank=0, size=1, ranks_per_node=1, address=LOOPBACK, port=0)
+"""Of a run of one rank."""
 
 
 def seat_of(layout: Layout, local_rank: int, port: int) -> Seat:

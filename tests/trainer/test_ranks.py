@@ -1,0 +1,191 @@
+"""`kubelora train` with several ranks on the CPU: real runs of the tiny model."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from kubelora_api.job import LoraTrainingJob
+from kubelora_api.names import ENV_ATTEMPT, ENV_TERMINATION_LOG
+from kubelora_api.report import FinalReport
+from kubelora_trainer.cli import main
+from kubelora_trainer.demo import DemoPaths
+from kubelora_trainer.launch import RankEnd, Work, launch
+from kubelora_trainer.run_context import RunOptions
+from kubelora_trainer.seats import Layout, Seat
+from kubelora_trainer.stop_request import RankStopRequest
+from tests.trainer.test_cli import JOB
+from tests.trainer.test_interruption import ENTRY
+
+TWO = ("--set", "spec.workers.gpusPerNode=2")
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share what this process has imported, and a stop is the test's own."""
+
+    def fork(work: Work, layout: Layout, stop: Callable[[], bool]) -> tuple[RankEnd, ...]:
+        return launch(partial(_speaking, work), layout, stop, start_method="fork")
+
+    monkeypatch.setattr("kubelora_trainer.ranks.launch", fork)
+    monkeypatch.setattr("kubelora_trainer.stop_request.StopRequest.install", lambda self: None)
+
+
+def _speaking(work: Work, seat: Seat, stop: RankStopRequest) -> None:
+    """Rank's words go to the process's own streams, not to those of click's test runner."""
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    work(seat, stop)
+
+
+def arguments(folder: Path, demo: DemoPaths, steps: int = 4) -> list[str]:
+    """A job of `steps` windows of three micro-batches of two images, all in fp32."""
+    folder.mkdir(exist_ok=True)
+    (folder / "out").mkdir(exist_ok=True)
+    (folder / "job.yaml").write_text(JOB)
+    settings = (
+        *(f"training.steps={steps}", "training.gradientAccumulation=3", "training.batchSize=2"),
+        *("precision.compute=fp32", "output.dtype=fp32"),
+    )
+    return [
+        *("train", str(folder / "job.yaml")),
+        *(word for setting in settings for word in ("--set", f"spec.{setting}")),
+        *("--mount", f"model={demo.model}", "--mount", f"data={demo.photos}"),
+        *("--mount", f"output={folder / 'out'}"),
+    ]
+
+
+def run(given: list[str]) -> Result:
+    return CliRunner().invoke(main, given)
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "out" / "adapter" / "pytorch_lora_weights.safetensors")
+
+
+def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two adapters."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def manifest(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "out" / "manifest.json").read_text())
+    return found
+
+
+def test_two_ranks_train_what_one_trains_and_rank_0_alone_writes_and_speaks(
+    tmp_path: Path, demo: DemoPaths, forked: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments(tmp_path / "one", demo)).exit_code == 0
+    capfd.readouterr()
+    done = run(arguments(tmp_path / "two", demo) + list(TWO))
+    told = capfd.readouterr().out
+    assert done.exit_code == 0, told + done.output
+    assert told.count("step=4/4") == 1
+    assert told.count("images found") == 1
+    assert manifest(tmp_path / "two")["state"] == "Done"
+    assert manifest(tmp_path / "two")["attempt"] == 1
+    ones, twos = adapter(tmp_path / "one"), adapter(tmp_path / "two")
+    assert max(float(tensor.abs().max()) for tensor in twos.values()) > 1e-3, "it has learned"
+    assert far(ones, twos) < 1e-6
+    names = [
+        sorted(p.name for p in (tmp_path / which / "out").iterdir()) for which in ("one", "two")
+    ]
+    assert names[0] == names[1]
+
+
+def test_the_cause_reaches_exit_code_and_termination_message(
+    tmp_path: Path, demo: DemoPaths, forked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is killed in its second micro-step, as by the kernel for want of memory."""
+    from kubelora_trainer.diffusion import SdxlObjective
+
+    forward = SdxlObjective.__call__
+
+    def dies(self: SdxlObjective, micro_step: int) -> object:
+        if self._share.rank == 1 and micro_step > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(self, micro_step)
+
+    monkeypatch.setattr(SdxlObjective, "__call__", dies)
+    monkeypatch.setenv(ENV_TERMINATION_LOG, str(tmp_path / "termination-log"))
+    monkeypatch.setenv(ENV_ATTEMPT, "7")
+    ended = run([*arguments(tmp_path / "two", demo), *TWO, "--metrics-port", "0"])
+    assert ended.exit_code == 137
+    assert "rank 1 of 2 was killed by SIGKILL" in ended.output
+    final = FinalReport.model_validate_json((tmp_path / "termination-log").read_bytes())
+    assert (final.exit_code, final.attempt) == (137, 7)
+    assert "rank 1 of 2 was killed by SIGKILL" in final.message
+    assert manifest(tmp_path / "two")["state"] == "Failed"
+
+
+def test_ranks_that_see_other_data_are_refused_before_training(
+    tmp_path: Path,
+    demo: DemoPaths,
+    forked: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from kubelora_trainer import ranks
+
+    def elsewhere(
+        job: LoraTrainingJob,
+        options: RunOptions,
+        reports: Path,
+        seat: Seat,
+        stop: RankStopRequest,
+    ) -> None:
+        if seat.rank == 1:
+            (tmp_path / "other").mkdir()
+            image = next(p for p in sorted(demo.photos.iterdir()) if p.suffix == ".png")
+            shutil.copy(image, tmp_path / "other")
+            mounts = {**options.mounts, "data": tmp_path / "other"}
+            options = replace(options, mounts=mounts)
+        rank(job, options, reports, seat, stop)
+
+    rank = ranks.run_rank
+    monkeypatch.setattr(ranks, "run_rank", elsewhere)
+    ended = run([*arguments(tmp_path / "two", demo), *TWO])
+    assert ended.exit_code == 2
+    assert "rank 1 and rank 0 differ in the data" in capfd.readouterr().err
+
+
+def test_sigterm_stops_both_ranks_with_one_checkpoint_that_one_rank_resumes(
+    tmp_path: Path, demo: DemoPaths, forked: None
+) -> None:
+    """The command as it is typed: the launcher is told, the ranks are processes of their own."""
+    given = arguments(tmp_path / "two", demo, steps=30)
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", f"if __name__ == '__main__':\n    {ENTRY}", *given, *TWO],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step=2/"):
+                os.kill(process.pid, signal.SIGTERM)
+                break
+        output, error = process.communicate(timeout=300)
+    assert process.returncode == 75, output + error
+    assert error.count("stopped by SIGTERM") == 1, "rank 0 alone says so"
+    assert manifest(tmp_path / "two")["state"] == "Interrupted"
+    (saved,) = (tmp_path / "two" / "out" / "checkpoints").iterdir()
+    assert saved.name.endswith(".3"), "at a window's end"
+
+    resumed = run(given)
+    assert resumed.exit_code == 0, resumed.output
+    assert f"resuming from {saved}" in resumed.output
+    assert run(arguments(tmp_path / "whole", demo, steps=30)).exit_code == 0
+    assert far(adapter(tmp_path / "two"), adapter(tmp_path / "whole")) < 1e-5

@@ -1,0 +1,92 @@
+"""What the ranks of a run do as one around training: meet, claim, resume, and compare notes.
+
+Rank 0 alone writes. What must be the same everywhere is either told by it or compared; a node that
+sees other data or another model would train on it silently.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.checkpoint import RunPosition, resume, resume_from
+from kubelora_trainer.checkpoint_folders import SavedCheckpoint
+from kubelora_trainer.checkpoint_part import CheckpointPart
+from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.gang import ALONE, Gang, checksum
+from kubelora_trainer.material import Material, choose_device
+from kubelora_trainer.output import Manifest, OutputFolder, claim_output
+from kubelora_trainer.rendezvous import join_gang
+from kubelora_trainer.run_context import Run
+
+
+def meet(run: Run) -> Gang:
+    """All ranks of the run. Raises Interrupted, PeerLost, ConfigurationError for a lack of GPUs."""
+    seat, spec = run.options.seat, run.job.spec
+    if seat.size == 1:
+        return ALONE
+    device = choose_device(spec, torch.cuda.is_available())
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if count < seat.ranks_per_node:
+            raise ConfigurationError(
+                f"workers.gpusPerNode is {seat.ranks_per_node}, but this machine has {count} "
+                "usable GPUs; lower it, or train where there are as many"
+            )
+        torch.cuda.set_device(seat.local_rank)
+    return join_gang(seat, device, lambda: run.stop.requested)
+
+
+def claim_together(run: Run, place: Path) -> OutputFolder | Manifest:
+    """The output folder that rank 0 has claimed for all, or the manifest of a run that is done."""
+    claimed: OutputFolder | Manifest | None = None
+    if run.first:
+        claimed = claim_output(place, run.job, run.options.attempt, run.warn)
+    claimed = run.gang.told_by_first(claimed)
+    assert claimed is not None
+    return claimed
+
+
+def resume_together(
+    run: Run,
+    folder: OutputFolder,
+    buffers: AdapterBuffers,
+    parts: Mapping[str, CheckpointPart],
+) -> tuple[RunPosition, SavedCheckpoint] | None:
+    """On every rank the checkpoint that rank 0 found good; None where there is none.
+
+    Raises ConfigurationError where another rank can't read it.
+    """
+    resumed = resume(folder, buffers, parts, run.warn) if run.first else None
+    saved = run.gang.told_by_first(resumed[1] if resumed else None)
+    if saved is None or resumed is not None:
+        return resumed
+    return resume_from(saved, folder, buffers, parts), saved
+
+
+def compare(gang: Gang, material: Material, buffers: AdapterBuffers, position: RunPosition) -> None:
+    """Raise ConfigurationError, on every rank, unless all see the same model, data and start."""
+    dataset, unet = material.dataset, material.base.unet
+    own = {
+        "the data": _digest(f"{s.sha256} {s.caption}" for s in dataset.samples),
+        "the base model": sum(int(checksum(p.detach())) for p in unet.parameters()),
+        "the adapter's weights": int(checksum(buffers.masters)),
+        "the step to go on from": (position.step, position.micro_step),
+    }
+    everyone = gang.gathered(own)
+    for rank, theirs in enumerate(everyone):
+        odd = [what for what in own if theirs[what] != everyone[0][what]]
+        if odd:
+            raise ConfigurationError(
+                f"rank {rank} and rank 0 differ in {' and '.join(odd)}; all nodes must see the "
+                "same files and run the same versions"
+            )
+
+
+def _digest(lines: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()
