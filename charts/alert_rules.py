@@ -1,8 +1,10 @@
-"""The alert rules as data: one for each numerical threshold, and a few for jobs and the operator.
+"""The alert rules as data: one for each thing that can be found, and a few for jobs and operator.
 
 Limits, windows and severities come from the table that the in-pod watchdog reads too, metric
-names from the contract, so an alert cannot drift from what the trainer judges and exports. What
-the person who installs the chart decides (`Knob`) stays a placeholder that the chart fills in.
+names from the contract, so an alert cannot drift from what the trainer judges and exports. Limits
+that hold for every run are judged here anew, from the metrics; what takes more than a metric to
+judge follows the watchdog's own word. What the person who installs the chart decides (`Knob`) stays
+a placeholder that the chart fills in.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from typing import Any
 
 from kubelora_api import metrics
 from kubelora_api.names import LABEL_JOB, LABEL_NAME, OPERATOR_APP, SHORT_NAME
-from kubelora_api.thresholds import THRESHOLDS, Threshold
+from kubelora_api.thresholds import FINDINGS, THRESHOLDS, Event, Threshold
 
 JOB_LABELS = "namespace, name"
 """What tells a training job: the pod's namespace, and the name that its PodMonitor reads off it."""
@@ -66,13 +68,34 @@ class Alert:
 
 def groups() -> list[dict[str, Any]]:
     """All rule groups, as under ``groups`` of a rule file."""
-    numerics = [rule.document() for t in THRESHOLDS for rule in rules_of(t)]
+    judged = [rule.document() for t in judged_here() for rule in rules_of(t)]
+    told = [told_by_watchdog(f).document() for f in FINDINGS if f not in judged_here()]
     jobs = [job_failed(), training_stalled(), telemetry_missing(), operator_absent()]
     return [
         # Judged as often as it is scraped: every sample counts once in a median.
-        {"name": "kubelora-numerics", "interval": str(Knob.INTERVAL), "rules": numerics},
+        {"name": "kubelora-numerics", "interval": str(Knob.INTERVAL), "rules": judged + told},
         {"name": "kubelora-jobs", "rules": [a.document() for a in jobs]},
     ]
+
+
+def judged_here() -> tuple[Threshold, ...]:
+    """The limits that are compared with metrics in Prometheus."""
+    return tuple(t for t in THRESHOLDS if t.in_prometheus)
+
+
+def told_by_watchdog(found: Threshold | Event) -> Alert:
+    """What the watchdog in the pod has found; it has judged medians already, so nothing is held."""
+    gauge = f'{metrics.HEALTH_FINDING.name}{{finding="{found.finding}"}}'
+    return Alert(
+        name=f"Kubelora{found.finding}",
+        expr=f"max by ({JOB_LABELS}) ({gauge}) == 1",
+        hold="",
+        severity=found.severity,
+        labels={"finding": found.finding},
+        summary=f"{_JOB}: {found.sentence}",
+        description=f"Found by the watchdog in the pod. {found.reason} {found.sentence} "
+        f"See what was measured, in which layers and since which step: {_DESCRIBE}",
+    )
 
 
 def rules_of(threshold: Threshold) -> list[Record | Alert]:
@@ -168,13 +191,15 @@ def job_failed() -> Alert:
 
 
 def training_stalled() -> Alert:
-    """Steps that no longer come; start-up and the end of a run, which have none, are not judged."""
+    """Steps that no longer come, the first one too, once it is known how many are planned.
+
+    Start-up (no steps planned yet) and the end of a run are not judged.
+    """
     step, silence = metrics.STEP.name, f"{Knob.STALLED_SECONDS}s"
     return Alert(
         name="KubeloraTrainingStalled",
         expr=f"max by ({JOB_LABELS}) (\n"
-        f"  {step} > 0\n"
-        f"  and {step} == {step} offset {silence}\n"
+        f"  {step} == {step} offset {silence}\n"
         f"  and on (namespace, pod) {step} < {metrics.STEPS_PLANNED.name}\n"
         # A step that takes as long as the silence is slow, not stalled.
         f"  and on (namespace, pod) {metrics.STEP_DURATION.name} * 10 < {Knob.STALLED_SECONDS}\n"
@@ -182,9 +207,9 @@ def training_stalled() -> Alert:
         hold="",
         severity="warning",
         summary=f"{_JOB} has made no optimizer step for {silence}",
-        description="Training stands at optimizer step {{ $value }}, though the last step took "
-        f"less than a tenth of {silence}. A volume or GPU that hangs is likely. "
-        "See what it waits for: "
+        description="Training stands at optimizer step {{ $value }}, though the last step, if "
+        f"there was one, took less than a tenth of {silence}. "
+        "A volume or GPU that hangs is likely. See what it waits for: "
         "kubectl logs -n {{ $labels.namespace }} "
         f"-l {LABEL_JOB}={{{{ $labels.name }}}} --tail=50",
     )

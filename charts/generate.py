@@ -1,7 +1,7 @@
-"""Writes the chart's generated files: its copy of the CRD, and the alert rules.
+"""Writes what is generated from the contract: the chart's CRD and alert rules, a page of docs.
 
 A chart must carry its files inside its own folder, and helm can neither import Python nor follow a
-link without a warning. `python -m charts.generate` from the repository's root writes both.
+link without a warning. `python -m charts.generate` from the repository's root writes all.
 """
 
 from pathlib import Path
@@ -9,9 +9,11 @@ from pathlib import Path
 import yaml
 
 from charts.alert_rules import groups
+from charts.findings_page import findings_page
 from kubelora_api.crd import custom_resource_definition
 
 FILES = Path(__file__).parent / "kubelora" / "files"
+FINDINGS_PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
 CRD_HEADER = "# Generated from crds/kubelora_api by `python -m charts.generate`. Do not edit.\n"
 RULES_HEADER = (
     "# Generated from kubelora_api.thresholds and kubelora_api.metrics by "
@@ -41,6 +43,7 @@ def rendered() -> dict[Path, str]:
         + yaml.safe_dump(custom_resource_definition(), sort_keys=False, width=100),
         FILES / "rules.yaml": RULES_HEADER
         + yaml.dump(rules, Dumper=_BlockDumper, sort_keys=False, width=10_000, allow_unicode=True),
+        FINDINGS_PAGE: findings_page(),
     }
 
 

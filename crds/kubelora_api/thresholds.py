@@ -1,24 +1,34 @@
-"""The one table of numerical thresholds: the in-pod watchdog and the alert rules both read it.
+"""The one table of numerical limits: watchdog, alert rules and documentation read it alone.
 
-Each entry says which metric is compared with what, over how many optimizer steps, and what a
-person should do. A value stands here with its reason, or it does not stand.
+Each entry says what is compared with what, over how many optimizer steps, and what a person should
+do. A value stands here with its reason, or it does not stand. How a quantity that is no metric is
+computed stands in the trainer's ``judging.py``; `THRESHOLDS` are limits on what every step tells,
+`EVENTS` are found at other moments.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kubelora_api import metrics
 from kubelora_api.metrics import Metric
 
+ACCUMULATION_ERROR_LAW: Final = 1.7e-3
+"""Relative error of a bf16 sum of K like-sized addends, over sqrt((K + 1) / 2): the roundings of
+the K - 1 sums, each at most 2^-9 of the sum so far, add up like a random walk. Measured 1.7e-3."""
+
 
 @dataclass(frozen=True)
 class Threshold:
-    """A limit on a metric.
+    """A limit on what a step tells.
 
     finding: CamelCase name, in conditions, metrics and alert names.
-    op: how the metric's value compares with ``limit`` when something is wrong.
+    quantity: what is compared, for people; the metric's own value where it names the metric alone.
+    op: how the value compares with ``limit`` when something is wrong.
+    limits: in place of ``limit``, by compute type.
     window: optimizer steps whose median is compared; one outlier must not raise an alarm.
     skip_steps: first optimizer steps not judged (lora_A has no gradient while lora_B is 0).
+    everywhere: every run can be judged by it; no run is called healthy before it was.
     """
 
     finding: str
@@ -30,6 +40,33 @@ class Threshold:
     skip_steps: int
     sentence: str
     reason: str
+    quantity: str = ""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    everywhere: bool = False
+
+    def limit_for(self, compute: str) -> float:
+        """The limit of a run whose passes compute in this type."""
+        return self.limits.get(compute, self.limit)
+
+    @property
+    def in_prometheus(self) -> bool:
+        """Whether an alert rule compares the metric itself; else it follows the watchdog."""
+        return self.everywhere
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something found once: at the start, at a resume, against a baseline.
+
+    limit: what the measured value is compared with, where there is one.
+    """
+
+    finding: str
+    severity: Literal["warning", "critical"]
+    sentence: str
+    reason: str
+    quantity: str
+    limit: float | None = None
 
 
 UPDATES_LOST: Final = Threshold(
@@ -40,6 +77,7 @@ UPDATES_LOST: Final = Threshold(
     limit=0.5,
     window=5,
     skip_steps=3,
+    everywhere=True,
     sentence="Most optimizer updates are too small for the weights' dtype and change nothing: set "
     "precision.masterWeights to fp32.",
     reason="fp32 masters lose under 3 % of updates at any usable rate; bf16 masters lose 82 % of "
@@ -53,6 +91,7 @@ GRADIENT_ABSORBED: Final = Threshold(
     limit=0.05,
     window=5,
     skip_steps=3,
+    everywhere=True,
     sentence="Gradients vanish while they are accumulated: set precision.accumulator to fp32.",
     reason="An fp32 sum of like-sized addends absorbs nothing; in bf16 a loss of mass above 5 % "
     "means that one addend dominates or that the window is too long for the dtype.",
@@ -65,6 +104,7 @@ GRADIENT_NONFINITE: Final = Threshold(
     limit=0.0,
     window=1,
     skip_steps=0,
+    everywhere=True,
     sentence="A gradient is NaN or infinite; no weight was changed by it.",
     reason="No finite loss has such a gradient.",
 )
@@ -76,9 +116,251 @@ GRADIENT_VANISHED: Final = Threshold(
     limit=0.999,
     window=5,
     skip_steps=3,
+    everywhere=True,
     sentence="Gradients are exactly zero: a layer is detached from the loss, or the dtype in use "
     "has no number small enough.",
     reason="After the first steps a healthy factor has a zero gradient nowhere but in single rows.",
 )
+ACCUMULATION_ERROR: Final = Threshold(
+    finding="AccumulationError",
+    severity="critical",
+    metric=metrics.ACCUMULATION_ERROR_RATIO,
+    op=">",
+    limit=3.0,
+    window=5,
+    skip_steps=3,
+    quantity="error of the window's sum, divided by 1.7e-3 * sqrt((K + 1) / 2)",
+    sentence="The sum of a window's gradients is far off: micro-batches of one sign drift in a "
+    "narrow type. Set precision.accumulator to fp32.",
+    reason="Random signs follow the law for every K; coherent addends grow as K instead and reach "
+    "5.8 % at K = 256, where the law says 1.9 %.",
+)
+OPTIMIZER_STUCK: Final = Threshold(
+    finding="OptimizerStuck",
+    severity="critical",
+    metric=metrics.OPTIMIZER_STUCK_RATIO,
+    op=">",
+    limit=0.5,
+    window=5,
+    skip_steps=3,
+    sentence="The optimizer's second moments no longer follow the gradients, so steps stay as "
+    "small as large gradients of the past made them: keep its state in fp32.",
+    reason="A step moves a moment by (1 - beta2) of what it is off, 0.1 %; fp32 shows that down to "
+    "6e-8 and leaves nothing stuck, bf16 from 0.4 % on.",
+)
+UPDATES_DAMPED: Final = Threshold(
+    finding="UpdatesDamped",
+    severity="critical",
+    metric=metrics.ADAM_EPS_DAMPING_RATIO,
+    op="<",
+    limit=0.75,
+    window=5,
+    skip_steps=3,
+    quantity="mean of sqrt(v) / (sqrt(v) + eps) of lora_B",
+    sentence="The optimizer's eps is as large as the gradients and takes a part of every step, "
+    "most from the smallest: lower training.optimizer.eps (default 1e-8).",
+    reason="At 0.75 eps is a third of the root of the second moment. lora_B alone is judged: its "
+    "gradients have their size from the first step (0.98 with maxGradNorm 1e-3 on the tiny model, "
+    "0.5 to 0.6 with eps 1e-4), those of lora_A begin at 0 and may be as small as eps for a while.",
+)
+GRADIENT_IMBALANCE: Final = Threshold(
+    finding="GradientImbalance",
+    severity="critical",
+    metric=metrics.LORA_BALANCE,
+    op=">",
+    limit=0.03,
+    limits={"bf16": 0.03, "fp16": 0.01, "fp32": 0.01},
+    window=5,
+    skip_steps=3,
+    quantity="pooled difference of A * grad(A)^T and grad(B)^T * B, relative",
+    sentence="The gradients of lora_A and lora_B contradict each other: one of them was lost, "
+    "counted twice, scaled or cast on its way. Look at what touches gradients between backward "
+    "and optimizer.",
+    reason="An identity of the chain rule. Rounding gives 2 to 5e-3 in bf16, 0.4 to 1.4e-3 in "
+    "scaled fp16, 1e-7 in fp32 (5e-4 where convolutions run in TF32); a lost micro-step gives 0.1 "
+    "to 0.7, a double division 1.6. The limit is six times the worst healthy value or more, and a "
+    "third of the least fault.",
+)
+GRADIENT_UNDERFLOW: Final = Threshold(
+    finding="GradientUnderflow",
+    severity="critical",
+    metric=metrics.GRAD_ZERO_RATIO,
+    op=">",
+    limit=0.02,
+    window=5,
+    skip_steps=3,
+    quantity="share of exact zeros in the gradients of modules that have one, embeddings left out",
+    sentence="Part of the gradient is exactly zero: it went through a type that has no number "
+    "small enough (fp16 ends at 6e-8). Scale the loss, or keep gradients in fp32.",
+    reason="Sums of products of continuous numbers are zero by chance alone: medians up to 0.15 % "
+    "in bf16, 0 in fp32; fp32 gradients that went through fp16 show 2 to 6 % in lora_A. Embeddings "
+    "of sizes and time read sines of 0, which are exactly 0.",
+)
+DEAD_MODULES: Final = Threshold(
+    finding="DeadModules",
+    severity="critical",
+    metric=metrics.DEAD_MODULES,
+    op=">",
+    limit=0.0,
+    window=3,
+    skip_steps=3,
+    quantity="modules without a gradient for ten steps; not judged where they are just all layers "
+    "that read the text",
+    sentence="Adapter modules no longer get a gradient: they were detached from the loss on the "
+    "way.",
+    reason="No gradient of a layer in use is exactly zero ten times in a row. Empty captions may "
+    "silence every layer that reads the text, and those alone.",
+)
+BACKWARD_PASSES_MISSING: Final = Threshold(
+    finding="BackwardPassesMissing",
+    severity="critical",
+    metric=metrics.BACKWARD_PASSES,
+    op="<",
+    limit=1.0,
+    window=3,
+    skip_steps=0,
+    quantity="backward passes per micro-batch of the window",
+    sentence="Losses were summed before they were differentiated, so their gradients were added "
+    "in the compute type: call backward() for each micro-batch.",
+    reason="Each micro-batch has a backward pass of its own.",
+)
+LEARNING_RATE_ZERO: Final = Threshold(
+    finding="LearningRateZero",
+    severity="critical",
+    metric=metrics.LEARNING_RATE,
+    op="==",
+    limit=0.0,
+    window=3,
+    skip_steps=1,
+    quantity="learning rate over its peak, in the first nine tenths of the run",
+    sentence="The learning rate is 0 in the middle of the run, so nothing is learned: look at "
+    "training.schedule.",
+    reason="A schedule is 0 in its first step (warm-up) and at its end; cosine with restarts "
+    "touches 0 for a single step.",
+)
+LEARNING_RATE_ABOVE_PLAN: Final = Threshold(
+    finding="LearningRateAbovePlan",
+    severity="critical",
+    metric=metrics.LEARNING_RATE,
+    op=">",
+    limit=1.001,
+    window=3,
+    skip_steps=0,
+    quantity="learning rate over its peak",
+    sentence="The learning rate is above training.learningRate: look at training.schedule.",
+    reason="No schedule exceeds its peak; 0.1 % is room for rounding.",
+)
+LOSS_DIVERGED: Final = Threshold(
+    finding="LossDiverged",
+    severity="critical",
+    metric=metrics.LOSS,
+    op=">",
+    limit=20.0,
+    window=9,
+    skip_steps=10,
+    quantity="loss over the median of the first ten steps' losses",
+    sentence="The loss has left the range it began in by far: training diverges. Lower "
+    "training.learningRate and go back to a checkpoint from before.",
+    reason="A fresh adapter starts at the base model's own loss, which training lowers. The loss "
+    "of single timesteps differs by 20 times at most in one of 200 steps (batch 1, no "
+    "accumulation); five of nine by chance: below 1e-9 a step.",
+)
+UPDATES_TOO_LARGE: Final = Threshold(
+    finding="UpdatesTooLarge",
+    severity="critical",
+    metric=metrics.UPDATE_SCALE,
+    op=">",
+    limit=0.02,
+    window=5,
+    skip_steps=3,
+    quantity="root mean square of a step's parameter changes",
+    sentence="Every step changes the weights by as much as they are: look at training.schedule, "
+    "lower training.learningRate.",
+    reason="A fresh lora_A has elements of 1 / sqrt(3 * inputs), 0.01 to 0.03 in SDXL. Steps of "
+    "useful rates are 1e-6 to 1e-3.",
+)
+CLIPPING_WRONG: Final = Threshold(
+    finding="ClippingWrong",
+    severity="critical",
+    metric=metrics.CLIPPED_NORM,
+    op=">",
+    limit=0.02,
+    window=3,
+    skip_steps=0,
+    quantity="relative distance of the clipped gradient's norm from what maxGradNorm makes of the "
+    "norm before",
+    sentence="Clipping scaled the gradient by another factor than its norm asks for: a norm was "
+    "computed of other numbers than were clipped.",
+    reason="One multiplication in fp32 errs by 1e-7, in bf16 by 0.4 % of single elements.",
+)
+RANKS_DIVERGED: Final = Threshold(
+    finding="RanksDiverged",
+    severity="critical",
+    metric=metrics.RANK_DIVERGENCE,
+    op=">",
+    limit=0.0,
+    window=1,
+    skip_steps=0,
+    sentence="The ranks' weights differ: a gradient was not synchronised, or a rank computes "
+    "wrongly. Go back to a checkpoint from before.",
+    reason="All ranks apply the same update to the same bits.",
+)
+OPTIMIZER_STATE_LOST: Final = Threshold(
+    finding="OptimizerStateLost",
+    severity="critical",
+    metric=metrics.UPDATE_SCALE,
+    op=">",
+    limit=1.5,
+    window=1,
+    skip_steps=0,
+    quantity="median size of the first three steps after a resume over that of the last five "
+    "before it",
+    sentence="Steps after the resume are much larger than before it: the optimizer began anew. "
+    "Resume from a checkpoint with its state.",
+    reason="Adam's first steps from nothing have a size of 1 (3.2 where its step count is kept), "
+    "settled ones 0.2 to 0.6; moments average over ten steps and more, so a healthy size changes "
+    "by some per cent from one step to the next.",
+)
 
-THRESHOLDS: Final = (UPDATES_LOST, GRADIENT_ABSORBED, GRADIENT_NONFINITE, GRADIENT_VANISHED)
+THRESHOLDS: Final = (
+    UPDATES_LOST,
+    GRADIENT_ABSORBED,
+    GRADIENT_NONFINITE,
+    GRADIENT_VANISHED,
+    ACCUMULATION_ERROR,
+    OPTIMIZER_STUCK,
+    UPDATES_DAMPED,
+    GRADIENT_IMBALANCE,
+    GRADIENT_UNDERFLOW,
+    DEAD_MODULES,
+    BACKWARD_PASSES_MISSING,
+    LEARNING_RATE_ZERO,
+    LEARNING_RATE_ABOVE_PLAN,
+    LOSS_DIVERGED,
+    UPDATES_TOO_LARGE,
+    CLIPPING_WRONG,
+    RANKS_DIVERGED,
+    OPTIMIZER_STATE_LOST,
+)
+
+ROLLED_BACK: Final = Event(
+    finding="RolledBack",
+    severity="warning",
+    quantity="what was measured when training went back",
+    sentence="Training went back to an earlier checkpoint and left out the data since; another "
+    "critical finding fails the run.",
+    reason="health.policy is Rollback; the finding that caused it stands in the message.",
+)
+LATENTS_CONSTANT: Final = Event(
+    finding="LatentsConstant",
+    severity="critical",
+    quantity="standard deviation of the latents of a category's images",
+    limit=0.01,
+    sentence="The images of a category have latents without content: the VAE failed on them, or "
+    "they are blank. Look at the images; on a VAE that overflows in half precision, set model.vae.",
+    reason="SDXL's latents are scaled to a deviation of 1; a photograph of a plain wall has 0.1.",
+)
+EVENTS: Final = (ROLLED_BACK, LATENTS_CONSTANT)
+
+FINDINGS: Final[tuple[Threshold | Event, ...]] = (*THRESHOLDS, *EVENTS)
+"""Everything that can be found."""

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kubelora_api import metrics, names
-from kubelora_api.thresholds import THRESHOLDS
+from kubelora_api.thresholds import FINDINGS, Threshold
 from tests.chart import programs
 from tests.chart.rendering import (
     CHART,
@@ -87,11 +87,14 @@ def test_monitors_and_rules_carry_the_labels_that_a_prometheus_selects_by(helm: 
 def test_every_finding_of_the_table_has_an_alert_of_its_name_severity_and_limit(helm: Helm) -> None:
     alerts = alerts_of(helm.render(MONITORING))
 
-    for threshold in THRESHOLDS:
-        alert = alerts[f"Kubelora{threshold.finding}"]
-        assert alert["labels"]["severity"] == threshold.severity
-        assert f" {threshold.op} {threshold.limit:g}" in alert["expr"]
-        assert threshold.sentence in alert["annotations"]["summary"]
+    for found in FINDINGS:
+        alert = alerts[f"Kubelora{found.finding}"]
+        assert alert["labels"]["severity"] == found.severity
+        assert found.sentence in alert["annotations"]["summary"]
+        if isinstance(found, Threshold) and found.in_prometheus:
+            assert f" {found.op} {found.limit:g}" in alert["expr"]
+        else:
+            assert f'finding="{found.finding}"' in alert["expr"]
 
 
 def test_rules_read_no_metric_that_nobody_exports(helm: Helm) -> None:

@@ -22,6 +22,7 @@ from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.gang import ALONE, Gang
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
+from kubelora_trainer.judging import facts_of
 from kubelora_trainer.learning_rates import rate_scales
 from kubelora_trainer.loss_scaler import LossScaler
 from kubelora_trainer.moving_average import open_average
@@ -157,6 +158,7 @@ class Engine:
         self.reporter = Reporter(
             slots=self.buffers.slots,
             policy=self.policy,
+            facts=facts_of(spec, self.buffers, steps),
             metrics=TrainerMetrics(self.registry, precision),
             exporter=self.exporter,
             run_log=self.run_log,

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kubelora_trainer.health import WatchState, accept, from_json, observe, to_json
+from kubelora_trainer import health
+from kubelora_trainer.health import WatchState, accept, from_json, to_json
+from kubelora_trainer.judging import FactorFacts, RunFacts
 from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 
 WELL = GroupNumbers(
@@ -18,6 +20,13 @@ WELL = GroupNumbers(
     absorbed_ratio=0.0,
     update_lost_ratio=0.01,
 )
+
+
+FACTS = RunFacts("bf16", 1.0, 1e-4, 1000, False, (FactorFacts("down.lora_A", 100, False),))
+
+
+def observe(state: WatchState, step: StepNumbers) -> WatchState:
+    return health.observe(state, step, FACTS)
 
 
 def numbers(step: int, **groups: GroupNumbers) -> StepNumbers:

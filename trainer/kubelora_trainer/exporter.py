@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kubelora_api import metrics
 from kubelora_api.metrics import Metric
 from kubelora_api.report import RunReport
-from kubelora_api.thresholds import THRESHOLDS
+from kubelora_api.thresholds import FINDINGS
 from kubelora_trainer.health import WatchState
 from kubelora_trainer.precision import NAMES, PrecisionPlan
 from kubelora_trainer.step_numbers import (
@@ -86,12 +86,12 @@ class TrainerMetrics:
         for category, of_category in numbers.category_losses.items():
             self._set(metrics.CATEGORY_LOSS, of_category.loss, category=category)
         self._set(metrics.STEP_DURATION, seconds)
-        for threshold in THRESHOLDS:
+        for known in FINDINGS:
             self._set(
                 metrics.HEALTH_FINDING,
-                float(threshold.finding in watch.active),
-                finding=threshold.finding,
-                severity=threshold.severity,
+                float(known.finding in watch.active),
+                finding=known.finding,
+                severity=known.severity,
             )
 
     def checkpointed(self, step: int, unix_time: float) -> None:

@@ -12,7 +12,8 @@ from statistics import median
 
 from kubelora_api.status import Finding, HealthStatus, Verdict
 from kubelora_api.thresholds import THRESHOLDS, Threshold
-from kubelora_trainer.step_numbers import GROUP_FIELDS, GroupNumbers, StepNumbers
+from kubelora_trainer.judging import Memory, RunFacts, at_resume, remembered, values_of
+from kubelora_trainer.step_numbers import StepNumbers
 
 MAX_FINDINGS = 10
 
@@ -21,11 +22,13 @@ MAX_FINDINGS = 10
 class WatchState:
     """What the watchdog remembers.
 
-    recent: newest values by finding and group, at most the finding's window.
-    judged: findings whose limit has been compared at least once.
+    recent: newest values by finding and group (empty: of the whole step), at most the finding's
+    window.
+    judged: findings that every run can be judged by, once they were compared.
     found: by finding, as last raised and with the worst value since; never taken back.
     active: findings that the newest step still shows.
     accepted: active findings that the user went on from; dropped once they clear.
+    memory: what single steps are compared with.
     """
 
     recent: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
@@ -33,6 +36,7 @@ class WatchState:
     found: Mapping[str, Finding] = field(default_factory=dict)
     active: frozenset[str] = frozenset()
     accepted: frozenset[str] = frozenset()
+    memory: Memory = field(default_factory=Memory)
 
     @property
     def verdict(self) -> Verdict:
@@ -42,7 +46,8 @@ class WatchState:
             return "Critical"
         if severities:
             return "Warning"
-        return "Healthy" if self.judged >= {t.finding for t in THRESHOLDS} else "Unknown"
+        wanted = {t.finding for t in THRESHOLDS if t.everywhere}
+        return "Healthy" if self.judged >= wanted else "Unknown"
 
     @property
     def due(self) -> Finding | None:
@@ -55,14 +60,25 @@ class WatchState:
         return HealthStatus(verdict=self.verdict, findings=list(self.found.values())[:MAX_FINDINGS])
 
 
-def observe(state: WatchState, numbers: StepNumbers) -> WatchState:
+def observe(state: WatchState, numbers: StepNumbers, facts: RunFacts) -> WatchState:
     """The state after one more optimizer step; one that the loss scaler skipped tells nothing."""
     if numbers.skipped:
         return state
     for threshold in THRESHOLDS:
         if numbers.step > threshold.skip_steps:
-            state = _observe_one(state, threshold, numbers)
-    return replace(state, accepted=state.accepted & state.active)
+            values = values_of(threshold, numbers, facts, state.memory)
+            named = {group or "": value for group, value in values.items()}
+            state = _observe_one(state, threshold, named, numbers.step, facts.compute)
+    return replace(
+        state,
+        accepted=state.accepted & state.active,
+        memory=remembered(state.memory, numbers),
+    )
+
+
+def resumed(state: WatchState) -> WatchState:
+    """The state of a run that has just been resumed from a checkpoint."""
+    return replace(state, memory=at_resume(state.memory))
 
 
 def accept(state: WatchState) -> WatchState:
@@ -75,8 +91,12 @@ def accept(state: WatchState) -> WatchState:
 
 
 def with_finding(state: WatchState, finding: Finding) -> WatchState:
-    """The state with something found elsewhere; it stays in the verdict."""
-    return replace(state, found={**state.found, finding.name: finding})
+    """The state with something found elsewhere; it stays."""
+    return replace(
+        state,
+        found={**state.found, finding.name: finding},
+        active=state.active | {finding.name},
+    )
 
 
 def last_healthy_step(finding: Finding) -> int:
@@ -89,47 +109,52 @@ HINDSIGHT_STEPS = max(t.window for t in THRESHOLDS) + 1
 """Steps after which a fault has shown: the longest window, and the step that numbers come late."""
 
 
-def _observe_one(state: WatchState, threshold: Threshold, numbers: StepNumbers) -> WatchState:
-    name = threshold.finding
+def _observe_one(
+    state: WatchState, threshold: Threshold, values: Mapping[str, float], step: int, compute: str
+) -> WatchState:
+    name, limit = threshold.finding, threshold.limit_for(compute)
     recent = dict(state.recent.get(name, {}))
     medians: dict[str, float] = {}
-    for group, of_group in numbers.groups.items():
-        value = _value(threshold, of_group)
+    for group, value in values.items():
         if not math.isnan(value):
             recent[group] = (*recent.get(group, ()), value)[-threshold.window :]
         if len(recent.get(group, ())) == threshold.window:
             medians[group] = median(recent[group])
-    broken = {g: v for g, v in medians.items() if _beyond(threshold, v)}
+    broken = {g: v for g, v in medians.items() if _beyond(threshold, v, limit)}
     found = dict(state.found)
     if broken:
         worst = (min if threshold.op == "<" else max)(broken, key=lambda g: broken[g])
         earlier = found.get(name) if name in state.active else None
-        found[name] = _finding(threshold, worst, broken[worst], numbers.step, earlier)
+        found[name] = _finding(threshold, limit, worst, broken[worst], step, earlier)
+    judged = {name} if medians and threshold.everywhere else set()
+    # What a single step shows is over with the next: nothing of it is kept.
+    kept = {**state.recent, name: recent} if recent and threshold.window > 1 else state.recent
     return replace(
         state,
-        recent={**state.recent, name: recent},
-        judged=state.judged | ({name} if medians else set()),
+        recent=kept,
+        judged=state.judged | judged,
         found=found,
         active=(state.active | {name}) if broken else (state.active - {name}),
     )
 
 
-def _value(threshold: Threshold, numbers: GroupNumbers) -> float:
-    return float(getattr(numbers, GROUP_FIELDS[threshold.metric.name]))
-
-
-def _beyond(threshold: Threshold, value: float) -> bool:
+def _beyond(threshold: Threshold, value: float, limit: float) -> bool:
     match threshold.op:
         case ">":
-            return value > threshold.limit
+            return value > limit
         case "<":
-            return value < threshold.limit
+            return value < limit
         case "==":
-            return value == threshold.limit
+            return value == limit
 
 
 def _finding(
-    threshold: Threshold, group: str, value: float, step: int, earlier: Finding | None
+    threshold: Threshold,
+    limit: float,
+    group: str,
+    value: float,
+    step: int,
+    earlier: Finding | None,
 ) -> Finding:
     """The finding at this step; it keeps the step that showed it first and the worst value."""
     if earlier is not None and earlier.value is not None:
@@ -139,9 +164,9 @@ def _finding(
     return Finding(
         name=threshold.finding,
         severity=threshold.severity,
-        group=group,
+        group=group or None,
         value=value,
-        threshold=threshold.limit,
+        threshold=limit,
         since_step=earlier.since_step if earlier else step,
         message=threshold.sentence,
     )
@@ -157,6 +182,8 @@ def to_json(state: WatchState) -> dict[str, object]:
         "found": {n: f.model_dump(mode="json", by_alias=True) for n, f in state.found.items()},
         "active": sorted(state.active),
         "accepted": sorted(state.accepted),
+        "first_losses": list(state.memory.first_losses),
+        "scales": {g: list(v) for g, v in (state.memory.scales or {}).items()},
     }
 
 
@@ -164,12 +191,15 @@ def from_json(saved: Mapping[str, object]) -> WatchState:
     """The state that ``to_json`` wrote."""
     recent, found = saved["recent"], saved["found"]
     judged, active, accepted = saved["judged"], saved["active"], saved.get("accepted", [])
+    losses, scales = saved.get("first_losses", []), saved.get("scales", {})
     if not (
         isinstance(recent, dict)
         and isinstance(found, dict)
         and isinstance(judged, list)
         and isinstance(active, list)
         and isinstance(accepted, list)
+        and isinstance(losses, list)
+        and isinstance(scales, dict)
     ):
         raise ValueError("not a saved watchdog state")
     return WatchState(
@@ -178,4 +208,5 @@ def from_json(saved: Mapping[str, object]) -> WatchState:
         found={n: Finding.model_validate(f) for n, f in found.items()},
         active=frozenset(active),
         accepted=frozenset(accepted),
+        memory=Memory(tuple(losses), {g: tuple(v) for g, v in scales.items()}),
     )

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kubelora_api.spec import Health
 from kubelora_api.status import Finding
+from kubelora_api.thresholds import ROLLED_BACK
 from kubelora_trainer.errors import HeldByPolicy, PolicyFailure
 
 
@@ -29,8 +30,8 @@ class Rollback(BaseModel):
         """For the run's status, which has forgotten the steps that were taken back."""
         first, last = self.skipped[0], self.skipped[1] - 1
         return Finding(
-            name="RolledBack",
-            severity="warning",
+            name=ROLLED_BACK.finding,
+            severity=ROLLED_BACK.severity,
             group=self.finding.group,
             value=self.finding.value,
             threshold=self.finding.threshold,

@@ -19,6 +19,7 @@ from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.errors import HeldByPolicy
 from kubelora_trainer.exporter import Board, Exporter, TrainerMetrics
+from kubelora_trainer.judging import RunFacts
 from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.progress import ProgressView
@@ -41,6 +42,7 @@ class Reporter:
         *,
         slots: tuple[Slot, ...],
         policy: Health,
+        facts: RunFacts,
         metrics: TrainerMetrics,
         exporter: Exporter | Board,
         run_log: RunLog | NoLog,
@@ -49,7 +51,7 @@ class Reporter:
         position: RunPosition,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots, self._policy = slots, policy
+        self._slots, self._policy, self._facts = slots, policy, facts
         self._metrics, self._exporter = metrics, exporter
         self._run_log, self._progress = run_log, progress
         self._first_gradients = first_gradients
@@ -57,7 +59,7 @@ class Reporter:
         self._pending: PendingNumbers | None = None
         self._pace: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=PACE_STEPS + 1)
         self._rollback = position.rollback
-        self.watch = position.watch
+        self.watch = health.resumed(position.watch) if position.step else position.watch
         self.norm_range = position.norm_range
 
     def expect(self, pending: PendingNumbers) -> None:
@@ -102,7 +104,7 @@ class Reporter:
         self._exporter.report = self._exporter.report.model_copy(update={"checkpoint": status})
 
     def _report(self, numbers: StepNumbers) -> None:
-        self.watch = health.observe(self.watch, numbers)
+        self.watch = health.observe(self.watch, numbers, self._facts)
         if numbers.step > UNSETTLED_STEPS or self.norm_range is None:
             self.norm_range = _widen(self.norm_range, numbers.grad_norm, numbers.step)
         seconds, per_second, left = self._timing(numbers)

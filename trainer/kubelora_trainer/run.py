@@ -37,6 +37,7 @@ from kubelora_trainer.export import Title, dtype_that_holds, export_diffusers, e
 from kubelora_trainer.export_gate import verify_export
 from kubelora_trainer.exporter import Board, Exporter, TrainerMetrics
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
+from kubelora_trainer.judging import facts_of
 from kubelora_trainer.learning_rates import rate_scales
 from kubelora_trainer.loss_scaler import LossScaler
 from kubelora_trainer.material import Material, open_material
@@ -156,6 +157,7 @@ def _train_and_export(
         reporter = Reporter(
             slots=buffers.slots,
             policy=spec.health if run.first else Health(),
+            facts=facts_of(spec.training, buffers, plan.optimizer_steps),
             metrics=metrics,
             exporter=exporter,
             run_log=run_log,
@@ -207,7 +209,8 @@ def _train_and_export(
                 last_healthy_step(finding),
                 run.warn,
             )
-            reporter.rewind(earlier, steps_that_moved(spec.training, earlier.step))
+            skipped = int(scaler.skipped) if scaler else 0
+            reporter.rewind(earlier, steps_that_moved(spec.training, earlier.step, skipped))
             checkpoint(earlier)
             folder.record = folder.record.model_copy(update={"rollback": earlier.rollback})
             folder.write_manifest("Running")

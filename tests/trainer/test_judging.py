@@ -1,0 +1,235 @@
+"""The quantities that limits are on, each against a value worked out by hand."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kubelora_api import thresholds
+from kubelora_api.thresholds import THRESHOLDS, Threshold
+from kubelora_trainer.health import WatchState, from_json, observe, resumed, to_json
+from kubelora_trainer.judging import FactorFacts, Memory, RunFacts, at_resume, values_of
+from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
+
+A, B, E = "down.lora_A", "down.lora_B", "embed.lora_A"
+FACTS = RunFacts(
+    compute="bf16",
+    max_grad_norm=1.0,
+    peak_rate=1e-4,
+    total_steps=100,
+    finds_rate=False,
+    factors=(
+        FactorFacts(A, 100, False),
+        FactorFacts(B, 50, False),
+        FactorFacts(A, 300, True),
+        FactorFacts(B, 150, True),
+        FactorFacts(E, 10, False),
+    ),
+)
+WELL = GroupNumbers(1.0, 0.1, 0.0, 0, 0.0, 0.0, 0.01, math.nan, 0.4, 0.0, 0.999, 0.003)
+STEP = StepNumbers(
+    step=8,
+    learning_rate=1e-4,
+    loss=0.5,
+    samples=8,
+    grad_norm=4.0,
+    groups={A: WELL, B: WELL, E: WELL},
+    factor_norms=[1.0] * 5,
+    factor_absmax=[0.1] * 5,
+    clipped_norm=1.0,
+    backward_passes=4,
+    micro_steps=4,
+)
+
+
+def group(**fields: float) -> dict[str, GroupNumbers]:
+    return {A: replace(WELL, **fields), B: WELL, E: WELL}  # type: ignore[arg-type]
+
+
+def value(
+    threshold: Threshold,
+    step: StepNumbers,
+    at: str | None = None,
+    facts: RunFacts = FACTS,
+    memory: Memory | None = None,
+) -> float:
+    return values_of(threshold, step, facts, memory or Memory())[at]
+
+
+def test_the_error_of_a_sum_is_judged_by_the_law_of_its_length() -> None:
+    # K = 7: the law gives 1.7e-3 * sqrt(4) = 3.4e-3.
+    step = replace(STEP, micro_steps=7, groups=group(accumulation_error_ratio=0.0102))
+    assert value(thresholds.ACCUMULATION_ERROR, step, A) == pytest.approx(3.0)
+
+
+def test_zeros_are_counted_in_modules_that_have_a_gradient_and_not_in_embeddings() -> None:
+    # 400 elements of lora_A, 300 of them in a module without a gradient; 310 zeros in all.
+    step = replace(
+        STEP, factor_norms=[1.0, 1.0, 0.0, 1.0, 1.0], groups=group(grad_zero_ratio=310 / 400)
+    )
+    assert value(thresholds.GRADIENT_UNDERFLOW, step, A) == pytest.approx(0.1)
+    assert math.isnan(value(thresholds.GRADIENT_UNDERFLOW, step, E))
+
+
+def test_only_lora_b_is_judged_by_eps() -> None:
+    step = replace(STEP, groups=group(adam_eps_damping_ratio=0.01))
+    assert values_of(thresholds.UPDATES_DAMPED, step, FACTS, Memory()) == {B: 0.999}
+
+
+def test_layers_that_read_the_text_are_no_dead_modules_where_they_are_all_silent() -> None:
+    silent = replace(STEP, dead_modules=1, factor_norms=[1.0, 1.0, 0.0, 0.0, 1.0])
+    assert math.isnan(value(thresholds.DEAD_MODULES, silent))
+    another = replace(STEP, dead_modules=1, factor_norms=[0.0, 0.0, 1.0, 1.0, 1.0])
+    assert value(thresholds.DEAD_MODULES, another) == 1.0
+
+
+def test_backward_passes_are_counted_per_micro_batch() -> None:
+    assert value(thresholds.BACKWARD_PASSES_MISSING, replace(STEP, backward_passes=1)) == 0.25
+
+
+def test_a_rate_of_zero_is_judged_in_the_first_nine_tenths() -> None:
+    still = replace(STEP, learning_rate=0.0)
+    assert value(thresholds.LEARNING_RATE_ZERO, replace(still, step=90)) == 0.0
+    assert math.isnan(value(thresholds.LEARNING_RATE_ZERO, replace(still, step=91)))
+
+
+def test_a_rate_is_compared_with_its_peak() -> None:
+    step = replace(STEP, learning_rate=2e-4)
+    assert value(thresholds.LEARNING_RATE_ABOVE_PLAN, step) == pytest.approx(2.0)
+
+
+def test_a_loss_is_compared_with_the_median_of_the_first_ten() -> None:
+    memory = Memory(first_losses=(0.1,) * 4 + (0.2,) * 2 + (9.0,) * 4)
+    assert value(thresholds.LOSS_DIVERGED, STEP, memory=memory) == pytest.approx(2.5)
+    few = Memory(first_losses=(0.1,) * 9)
+    assert math.isnan(value(thresholds.LOSS_DIVERGED, STEP, memory=few))
+
+
+def test_the_size_of_a_change_is_its_scale_times_the_rate_where_that_is_known() -> None:
+    assert value(thresholds.UPDATES_TOO_LARGE, STEP, A) == pytest.approx(4e-5)
+    prodigy = replace(FACTS, finds_rate=True)
+    assert math.isnan(value(thresholds.UPDATES_TOO_LARGE, STEP, facts=prodigy))
+
+
+@pytest.mark.parametrize(
+    ("norm", "clipped", "most", "off"),
+    [
+        (4.0, 1.0, 1.0, 0.0),
+        (0.5, 0.5, 1.0, 0.0),
+        (4.0, 4.0, 0.0, 0.0),  # clipping is off
+        (4.0, 1e-4, 1.0, 0.9999),
+        (0.5, 1.0, 1.0, 1.0),
+        (0.0, 0.0, 1.0, math.nan),
+    ],
+)
+def test_a_clipped_norm_is_compared_with_the_smaller_of_norm_and_limit(
+    norm: float, clipped: float, most: float, off: float
+) -> None:
+    step = replace(STEP, grad_norm=norm, clipped_norm=clipped)
+    found = value(thresholds.CLIPPING_WRONG, step, facts=replace(FACTS, max_grad_norm=most))
+    assert found == pytest.approx(off, abs=1e-5, nan_ok=True)
+
+
+def run(*steps: StepNumbers, state: WatchState | None = None) -> WatchState:
+    state = state or WatchState()
+    for step in steps:
+        state = observe(state, step, FACTS)
+    return state
+
+
+def many(count: int, step: StepNumbers, first: int = 1) -> list[StepNumbers]:
+    return [replace(step, step=first + i) for i in range(count)]
+
+
+BROKEN: dict[str, StepNumbers] = {
+    "AccumulationError": replace(STEP, groups=group(accumulation_error_ratio=0.05)),
+    "OptimizerStuck": replace(STEP, groups=group(optimizer_stuck_ratio=0.9)),
+    "UpdatesDamped": replace(
+        STEP, groups={A: WELL, B: replace(WELL, adam_eps_damping_ratio=0.5), E: WELL}
+    ),
+    "GradientImbalance": replace(STEP, groups=group(lora_balance=0.2)),
+    "GradientUnderflow": replace(STEP, groups=group(grad_zero_ratio=0.05)),
+    "DeadModules": replace(STEP, dead_modules=2),
+    "BackwardPassesMissing": replace(STEP, backward_passes=1),
+    "LearningRateZero": replace(STEP, learning_rate=0.0),
+    "LearningRateAbovePlan": replace(STEP, learning_rate=3e-4),
+    "UpdatesTooLarge": replace(STEP, groups=group(update_scale=400.0)),
+    "ClippingWrong": replace(STEP, clipped_norm=1e-4),
+    "RanksDiverged": replace(STEP, rank_divergence=1e-9),
+}
+
+
+@pytest.mark.parametrize("finding", BROKEN)
+def test_each_fault_gives_its_finding_and_no_other(finding: str) -> None:
+    threshold = next(t for t in THRESHOLDS if t.finding == finding)
+    needed = threshold.skip_steps + threshold.window
+    state = run(*many(needed, BROKEN[finding]))
+    assert set(state.found) == {finding}
+    assert state.found[finding].since_step == needed
+    assert state.found[finding].severity == "critical"
+    assert run(*many(needed - 1, BROKEN[finding])).found == {}
+
+
+def test_a_sound_run_shows_nothing() -> None:
+    state = run(*many(30, STEP))
+    assert state.found == {}
+    assert state.verdict == "Healthy"
+
+
+def test_a_loss_that_leaves_its_range_is_found_and_one_wild_window_is_not() -> None:
+    wild = replace(STEP, loss=500.0)
+    assert run(*many(20, STEP), *many(4, wild, 21), *many(9, STEP, 25)).found == {}
+    state = run(*many(20, STEP), *many(9, wild, 21))
+    assert state.found["LossDiverged"].value == pytest.approx(1000.0)
+
+
+def test_limits_follow_the_compute_type() -> None:
+    step = replace(STEP, groups=group(lora_balance=0.02))
+    state = WatchState()
+    for one in many(10, step):
+        state = observe(state, one, replace(FACTS, compute="fp32"))
+    assert set(state.found) == {"GradientImbalance"}
+    assert state.found["GradientImbalance"].threshold == 0.01
+    assert run(*many(10, step)).found == {}
+
+
+def scales(*values: float, first: int) -> list[StepNumbers]:
+    steps = []
+    for i, value in enumerate(values):
+        groups = dict.fromkeys(STEP.groups, replace(WELL, update_scale=value))
+        steps.append(replace(STEP, step=first + i, groups=groups))
+    return steps
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_optimizer_that_began_anew_shows_in_the_first_three_steps(lost: bool) -> None:
+    before = resumed(from_json(to_json(run(*many(20, STEP)))))
+    # Adam from nothing: |m / sqrt(v)| is 1 in its first step, then falls, for noise, as 0.74, 0.62.
+    after = scales(1.0, 0.74, 0.62, first=21) if lost else scales(0.45, 0.38, 0.41, first=21)
+    state = run(*after, state=before)
+    assert ("OptimizerStateLost" in state.found) == lost
+    if lost:
+        assert state.found["OptimizerStateLost"].value == pytest.approx(0.74 / 0.4)
+
+
+def test_sizes_that_jump_later_than_at_a_resume_are_no_lost_state() -> None:
+    state = resumed(run(*many(20, STEP)))
+    assert run(*scales(0.4, 0.4, 0.4, 1.0, 1.0, 1.0, first=21), state=state).found == {}
+
+
+def test_a_resume_in_the_first_steps_has_nothing_to_compare_with() -> None:
+    assert at_resume(run(*many(4, STEP)).memory).before == {}
+
+
+def restored(state: WatchState) -> WatchState:
+    return from_json(to_json(state))
+
+
+@pytest.mark.parametrize("change", [restored, lambda s: s], ids=["saved", "kept"])
+def test_what_steps_are_compared_with_survives_a_checkpoint(
+    change: Callable[[WatchState], WatchState],
+) -> None:
+    state = change(run(*many(12, STEP)))
+    assert state.memory.first_losses == (0.5,) * 10
+    assert state.memory.scales[A] == (0.4,) * 5

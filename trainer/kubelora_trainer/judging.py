@@ -1,0 +1,227 @@
+"""What the watchdog compares with the table's limits: one number per group, from a step's numbers.
+
+Most limits are on a metric itself. The others are on a quantity made of it and of what is known of
+the run; each is a pure function here, under the finding's name. NaN means: not to be judged now.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+from kubelora_api import thresholds
+from kubelora_api.thresholds import ACCUMULATION_ERROR_LAW, Threshold
+from kubelora_api.training_spec import Training
+from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.precision import NAMES
+from kubelora_trainer.step_numbers import GROUP_FIELDS, STEP_FIELDS, StepNumbers
+
+REFERENCE_LOSSES = 10
+"""First losses that later ones are compared with."""
+SETTLED_STEPS = 5
+"""Steps before a resume that the first ones after it are compared with."""
+RESUMED_STEPS = 3
+"""First steps after a resume that are judged together."""
+JUDGED_SHARE = 0.9
+"""Share of a run in which a rate of 0 is a fault; decays end in the rest."""
+EMBEDDINGS = "embed."
+"""Begin of the groups whose inputs hold exact zeros: sines and cosines of sizes and time."""
+
+Values = Mapping[str | None, float]
+"""By group; None for a number of the whole step."""
+
+
+@dataclass(frozen=True)
+class FactorFacts:
+    """One factor of the adapter. reads_text: whether its layer's input is the caption."""
+
+    group: str
+    numel: int
+    reads_text: bool
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What does not change during a run.
+
+    compute: type of the passes. finds_rate: whether the optimizer multiplies the rate by a number
+    of its own (Prodigy), so that a step's size is not known. factors: in slot order.
+    """
+
+    compute: str
+    max_grad_norm: float
+    peak_rate: float
+    total_steps: int
+    finds_rate: bool
+    factors: tuple[FactorFacts, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What judging one step needs of the steps before it.
+
+    first_losses: of the run. scales: newest update scales by group. before: what they were at the
+    last resume, emptied once that is judged. since: update scales of each group since then.
+    """
+
+    first_losses: tuple[float, ...] = ()
+    scales: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    # Whether it was resumed makes no run another.
+    before: Mapping[str, float] = field(default_factory=dict, compare=False)
+    since: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
+
+
+def facts_of(training: Training, buffers: AdapterBuffers, total_steps: int) -> RunFacts:
+    """The facts of a run."""
+    factors = tuple(
+        FactorFacts(
+            slot.factor.group,
+            math.prod(slot.shape),
+            ".attn2." in f".{slot.factor.module}.",
+        )
+        for slot in buffers.slots
+    )
+    return RunFacts(
+        compute=NAMES[buffers.plan.compute],
+        max_grad_norm=training.max_grad_norm,
+        peak_rate=training.peak_rate,
+        total_steps=total_steps,
+        finds_rate=training.optimizer.name == "prodigy",
+        factors=factors,
+    )
+
+
+def values_of(
+    threshold: Threshold, numbers: StepNumbers, facts: RunFacts, memory: Memory
+) -> Values:
+    """What ``threshold`` is compared with in this step."""
+    if quantity := QUANTITIES.get(threshold.finding):
+        return quantity(numbers, facts, memory)
+    name = threshold.metric.name
+    if name in STEP_FIELDS:
+        return {None: float(getattr(numbers, STEP_FIELDS[name]))}
+    return {g: float(getattr(n, GROUP_FIELDS[name])) for g, n in numbers.groups.items()}
+
+
+def remembered(memory: Memory, numbers: StepNumbers) -> Memory:
+    """The memory after one more step."""
+    losses = memory.first_losses
+    if len(losses) < REFERENCE_LOSSES and math.isfinite(numbers.loss):
+        losses = (*losses, numbers.loss)
+    scales = dict(memory.scales)
+    since = dict(memory.since)
+    for group, n in numbers.groups.items():
+        if math.isfinite(n.update_scale):
+            scales[group] = (*scales.get(group, ()), n.update_scale)[-SETTLED_STEPS:]
+            if memory.before:
+                since[group] = (*since.get(group, ()), n.update_scale)
+    judged = any(len(s) >= RESUMED_STEPS for s in since.values())
+    if judged:
+        return Memory(losses, scales)
+    return Memory(losses, scales, memory.before, since)
+
+
+def at_resume(memory: Memory) -> Memory:
+    """The memory of a run that was just resumed."""
+    settled = {
+        group: median(scales)
+        for group, scales in memory.scales.items()
+        if len(scales) == SETTLED_STEPS
+    }
+    return Memory(memory.first_losses, memory.scales, settled)
+
+
+def _eps_damping(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    up = (g for g in numbers.groups if g.endswith(".lora_B"))
+    return {g: numbers.groups[g].adam_eps_damping_ratio for g in up}
+
+
+def _accumulation_error(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    law = ACCUMULATION_ERROR_LAW * math.sqrt((numbers.micro_steps + 1) / 2)
+    return {g: n.accumulation_error_ratio / law for g, n in numbers.groups.items()}
+
+
+def _zeros_of_live_modules(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    sizes = dict.fromkeys(numbers.groups, 0)
+    dead = dict.fromkeys(numbers.groups, 0)
+    for factor, norm in zip(facts.factors, numbers.factor_norms, strict=True):
+        sizes[factor.group] += factor.numel
+        dead[factor.group] += factor.numel if norm == 0 else 0
+    return {
+        group: (n.grad_zero_ratio * sizes[group] - dead[group]) / (sizes[group] - dead[group])
+        if sizes[group] > dead[group] and not group.startswith(EMBEDDINGS)
+        else math.nan
+        for group, n in numbers.groups.items()
+    }
+
+
+def _dead_modules(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    text = [
+        norm
+        for factor, norm in zip(facts.factors, numbers.factor_norms, strict=True)
+        if factor.reads_text
+    ]
+    silenced = bool(text) and not any(text) and numbers.dead_modules == len(text) // 2
+    return {None: math.nan if silenced else float(numbers.dead_modules)}
+
+
+def _backward_passes(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    return {
+        None: numbers.backward_passes / numbers.micro_steps if numbers.micro_steps else math.nan
+    }
+
+
+def _rate_in_the_middle(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    middle = numbers.step <= JUDGED_SHARE * facts.total_steps
+    return {None: numbers.learning_rate / facts.peak_rate if middle else math.nan}
+
+
+def _rate(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    return {None: numbers.learning_rate / facts.peak_rate}
+
+
+def _loss_ratio(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    if len(memory.first_losses) < REFERENCE_LOSSES:
+        return {None: math.nan}
+    reference = median(memory.first_losses)
+    return {None: numbers.loss / reference if reference > 0 else math.nan}
+
+
+def _change(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    if facts.finds_rate:
+        return {None: math.nan}
+    return {g: n.update_scale * numbers.learning_rate for g, n in numbers.groups.items()}
+
+
+def _clipping(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    norm, most = numbers.grad_norm, facts.max_grad_norm
+    if norm == 0 or not math.isfinite(norm):
+        return {None: math.nan}
+    wanted = norm * min(1.0, most / (norm + 1e-6)) if most else norm
+    return {None: abs(numbers.clipped_norm / wanted - 1.0)}
+
+
+def _first_steps_resumed(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    values: dict[str | None, float] = {}
+    for group, before in memory.before.items():
+        scale = numbers.groups[group].update_scale if group in numbers.groups else math.nan
+        scales: Sequence[float] = (*memory.since.get(group, ()), scale)
+        whole = len(scales) == RESUMED_STEPS and before > 0
+        values[group] = median(scales) / before if whole else math.nan
+    return values
+
+
+QUANTITIES: Final[Mapping[str, Callable[[StepNumbers, RunFacts, Memory], Values]]] = {
+    thresholds.UPDATES_DAMPED.finding: _eps_damping,
+    thresholds.ACCUMULATION_ERROR.finding: _accumulation_error,
+    thresholds.GRADIENT_UNDERFLOW.finding: _zeros_of_live_modules,
+    thresholds.DEAD_MODULES.finding: _dead_modules,
+    thresholds.BACKWARD_PASSES_MISSING.finding: _backward_passes,
+    thresholds.LEARNING_RATE_ZERO.finding: _rate_in_the_middle,
+    thresholds.LEARNING_RATE_ABOVE_PLAN.finding: _rate,
+    thresholds.LOSS_DIVERGED.finding: _loss_ratio,
+    thresholds.UPDATES_TOO_LARGE.finding: _change,
+    thresholds.CLIPPING_WRONG.finding: _clipping,
+    thresholds.OPTIMIZER_STATE_LOST.finding: _first_steps_resumed,
+}
