@@ -138,9 +138,6 @@ def _by_category(steps: Sequence[StepNumbers]) -> pa.Table:
 class NoLog:
     """In place of a log where another rank keeps it."""
 
-    def rewind(self, step: int) -> None:
-        """Nothing."""
-
     def append(self, numbers: StepNumbers) -> None:
         """Nothing."""
 
