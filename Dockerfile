@@ -31,8 +31,9 @@ WORKDIR /requirements
 COPY pyproject.toml ./
 RUN python3 -c 'import pathlib, tomllib; \
 project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]; \
-[pathlib.Path(f"{extra}.txt").write_text("\n".join([*project["dependencies"], \
-*project["optional-dependencies"][extra], ""])) for extra in ("operator", "trainer")]'
+[pathlib.Path(f"{image}.txt").write_text("\n".join([*project["dependencies"], \
+*(need for extra in extras for need in project["optional-dependencies"][extra]), ""])) \
+for image, extras in {"operator": ["operator"], "trainer": ["trainer", "trackers"]}.items()]'
 
 
 # The product's own code, installed at the path where the images have their environment.

@@ -29,7 +29,7 @@ $(VENV)/.trainer: $(SOURCES) | $(VENV)/bin/uv
 
 $(VENV)/.dev: $(SOURCES) | $(VENV)/bin/uv
 	@echo "installing everything into $(VENV) ..."
-	@$(UV_INSTALL) -e '.[operator,trainer,demo]' --group dev
+	@$(UV_INSTALL) -e '.[operator,trainer,trackers,demo]' --group dev
 	@touch $@ $(VENV)/.trainer
 
 .PHONY: quickstart

@@ -78,6 +78,9 @@ class OutputPath(StrEnum):
     GROUP_LOG = "groups.parquet"
     CATEGORY_LOG = "categories.parquet"
     PREFLIGHT = "preflight.json"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
     MANIFEST = "manifest.json"
 
 

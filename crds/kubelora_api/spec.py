@@ -185,6 +185,27 @@ class Output(ApiModel):
     )
 
 
+class Tracking(ApiModel):
+    """Experiment trackers that get each step's numbers and the sample images."""
+
+    trackers: Annotated[
+        list[Literal["tensorboard", "wandb", "mlflow"]], Field(max_length=3), LIST_ATOMIC
+    ] = Field(
+        default_factory=list,
+        description="Any of tensorboard (event files in the output), wandb (WANDB_API_KEY, or "
+        "WANDB_MODE=offline for files in the output) and mlflow (MLFLOW_TRACKING_URI, else files "
+        "in the output); variables go to podTemplate.env. Default: none. A tracker that fails "
+        "never ends a run.",
+    )
+    project: Annotated[str, Field(min_length=1, max_length=128, pattern="^[A-Za-z0-9._-]+$")] = (
+        Field(
+            "kubelora",
+            description="Project (wandb), experiment (mlflow) or folder (tensorboard) that runs "
+            "are put under. Letters, digits and . _ -, up to 128. Default kubelora.",
+        )
+    )
+
+
 class Workers(ApiModel):
     """The pods of one attempt."""
 
@@ -231,6 +252,7 @@ class JobSpec(ApiModel):
     validation: Validation = Field(default_factory=Validation)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     output: Output
+    tracking: Tracking = Field(default_factory=Tracking)
     workers: Workers = Field(default_factory=Workers)
     pod_template: PodTemplate = Field(default_factory=PodTemplate)
     queue_name: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(

@@ -252,6 +252,13 @@ WRONG: tuple[Wrong, ...] = (
     ),
     Wrong("unknown dtype", "spec/precision", {"compute": "fp8"}, "spec.precision.compute"),
     Wrong("an fp16 sum", "spec/precision", {"accumulator": "fp16"}, "spec.precision.accumulator"),
+    Wrong(
+        "unknown tracker",
+        "spec/tracking",
+        {"trackers": ["neptune"]},
+        "spec.tracking.trackers",
+    ),
+    Wrong("a project with a space", "spec/tracking", {"project": "a b"}, "spec.tracking.project"),
     Wrong("unknown policy", "spec/health", {"policy": "warn"}, "spec.health.policy"),
     Wrong("keep no checkpoint", "spec/checkpoint", {"keep": 0}, "spec.checkpoint.keep"),
     Wrong("workers 0", "spec/workers", {"nodes": 0}, "spec.workers.nodes"),
@@ -385,6 +392,9 @@ RIGHT: dict[str, Document] = {
     "lion": changed("spec/training/optimizer", {"name": "lion", "beta1": 0.95, "beta2": 0.98}),
     "8-bit state": changed("spec/training/optimizer", {"name": "adamw8bit", "eps": 1e-6}),
     "computed in fp16": changed("spec/precision", {"compute": "fp16"}),
+    "tracked": changed(
+        "spec/tracking", {"trackers": ["tensorboard", "wandb", "mlflow"], "project": "studio"}
+    ),
     "a file in fp16": changed("spec/output/dtype", "fp16"),
     "v-prediction with zero terminal SNR": changed(
         "spec/model",

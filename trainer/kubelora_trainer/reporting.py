@@ -35,7 +35,10 @@ PACE_STEPS = 50
 
 
 class Reporter:
-    """Takes each step's numbers and tells everyone who listens."""
+    """Takes each step's numbers and tells everyone who listens.
+
+    also: called with each step's numbers (trackers).
+    """
 
     def __init__(
         self,
@@ -49,13 +52,14 @@ class Reporter:
         progress: ProgressView,
         first_gradients: FirstGradients,
         position: RunPosition,
+        also: Callable[[StepNumbers], None] = lambda numbers: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._slots, self._policy, self._facts = slots, policy, facts
         self._metrics, self._exporter = metrics, exporter
         self._run_log, self._progress = run_log, progress
         self._first_gradients = first_gradients
-        self._clock = clock
+        self._clock, self._also = clock, also
         self._pending: PendingNumbers | None = None
         self._pace: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=PACE_STEPS + 1)
         self._rollback = position.rollback
@@ -124,6 +128,7 @@ class Reporter:
         )
         self._run_log.append(numbers)
         self._progress.show(numbers, left)
+        self._also(numbers)
         self._judge(numbers)
 
     def _judge(self, numbers: StepNumbers) -> None:

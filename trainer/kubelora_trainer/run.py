@@ -64,6 +64,7 @@ from kubelora_trainer.stop_request import StopRequest
 from kubelora_trainer.summary import RunSummary, summary_text
 from kubelora_trainer.telemetry import GradientTelemetry
 from kubelora_trainer.together import claim_together, compare, meet, resume_together
+from kubelora_trainer.trackers import open_tracking
 from kubelora_trainer.train import Parts, train
 
 
@@ -115,6 +116,8 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
         return _train_and_export(run, claimed, metrics, board, material)
     finally:
         material.objective.close()
+        if run.tracking:
+            run.tracking.finish()
 
 
 def _train_and_export(
@@ -153,6 +156,8 @@ def _train_and_export(
         update={"phase": "Training", "step": position.step, "total_steps": plan.optimizer_steps}
     )
     run_log = RunLog(folder, buffers.slots, position.step) if run.first else NoLog()
+    if run.first:
+        run.tracking = open_tracking(folder, position.step, run.warn)
     with open_progress(run.console, plan.optimizer_steps, position.step) as progress:
         reporter = Reporter(
             slots=buffers.slots,
@@ -169,6 +174,7 @@ def _train_and_export(
                 ),
             ),
             position=position,
+            also=run.tracking.log if run.tracking else lambda numbers: None,
         )
         parts = Parts(
             training=spec.training,
@@ -386,7 +392,7 @@ def _draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None
     spec = run.job.spec
     if spec.validation.prompts:
         folder.assert_ours()
-        draw_samples(
+        paths = draw_samples(
             material.base,
             material.base.unet,
             spec.validation,
@@ -394,6 +400,8 @@ def _draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None
             step,
             resolution=spec.dataset.resolution,
         )
+        if run.tracking:
+            run.tracking.log_samples(paths, step)
 
 
 def _how_to_go_on(run: Run) -> str:

@@ -13,6 +13,7 @@ from kubelora_trainer.gang import ALONE, Gang
 from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.seats import ONLY_SEAT, Seat
 from kubelora_trainer.stop_request import StopRequest
+from kubelora_trainer.trackers import Tracking
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Run:
         self.begun = time.monotonic()
         self.folder: OutputFolder | None = None
         self.exporter: Exporter | None = None
+        self.tracking: Tracking | None = None
         self.gang: Gang = ALONE
 
     @property

@@ -1,0 +1,204 @@
+"""Trackers get the run log's numbers, written by the real libraries and read back from their files.
+
+A tracker that fails is told once and ends nothing.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from kubelora_trainer.demo import DemoPaths
+from kubelora_trainer.step_numbers import CategoryLoss, StepNumbers
+from kubelora_trainer.trackers import Tracking
+from tests.trainer.test_interruption import arguments, in_this_process
+
+ALL = "{trackers: [tensorboard, wandb, mlflow], project: studio}"
+
+
+@pytest.fixture(scope="module")
+def output(demo: DemoPaths, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run of 3 steps with all trackers, sample images at its end."""
+    folder = tmp_path_factory.mktemp("tracked")
+    given = arguments(folder, demo)
+    for setting in (
+        "spec.training.steps=3",
+        "spec.validation={prompts: [a cat], inferenceSteps: 2}",
+        f"spec.tracking={ALL}",
+    ):
+        given += ["--set", setting]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        done = in_this_process(given)
+    assert done.exit_code == 0, done.output
+    assert "tracking:" not in done.output
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def logged(output: Path) -> dict[str, list[float]]:
+    """Each step's numbers as the run log has them."""
+    rows: dict[int, Any] = {
+        row["step"]: row for row in pq.read_table(output / "metrics.parquet").to_pylist()
+    }
+    names = {"loss": "loss", "grad_norm": "total_grad_norm", "learning_rate": "learning_rate"}
+    return {ours: [rows[step][name] for step in (1, 2, 3)] for ours, name in names.items()}
+
+
+def test_tensorboard_reads_every_step_and_the_samples(
+    output: Path, logged: dict[str, list[float]]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(output / "tensorboard" / "studio"))
+    events.Reload()
+    for name, values in logged.items():
+        scalars = events.Scalars(name)
+        assert [scalar.step for scalar in scalars] == [1, 2, 3]
+        assert [scalar.value for scalar in scalars] == pytest.approx(values, rel=1e-6)
+    [image] = events.Images("samples/0")
+    assert (image.step, image.width) == (3, 128)
+
+
+def test_wandb_offline_holds_every_step(output: Path, logged: dict[str, list[float]]) -> None:
+    protocol: Any = import_module("wandb.proto.wandb_internal_pb2")
+    [file] = output.glob("wandb/offline-run-*/*.wandb")
+    history: dict[str, list[float]] = {}
+    for content in _records(file.read_bytes()):
+        record = protocol.Record()
+        record.ParseFromString(content)
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            history.setdefault(name, []).append(json.loads(item.value_json))
+    for name, values in logged.items():
+        assert history[name] == pytest.approx(values, rel=1e-6)
+    assert any(name.startswith("samples/0/") for name in history)
+    [image] = file.parent.glob("files/media/images/samples/*.png")
+    assert "_3_" in image.name
+
+
+def _records(file: bytes) -> Iterator[bytes]:
+    """Records of LevelDB's log format, behind a header of 7 bytes, in blocks of 32 KiB."""
+    position, pending = 7, b""
+    while position + 7 <= len(file):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", file, position)
+        pending += file[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield pending
+            pending = b""
+
+
+def test_mlflow_reads_every_step_and_the_samples(
+    output: Path, logged: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    client = MlflowClient((output / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("studio")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    for name, values in logged.items():
+        history = client.get_metric_history(run.info.run_id, name)
+        assert [metric.step for metric in history] == [1, 2, 3]
+        assert [metric.value for metric in history] == pytest.approx(values, rel=1e-6)
+    [sample] = client.list_artifacts(run.info.run_id, "samples")
+    assert sample.path == "samples/step-000003-0.png"
+
+
+def test_a_tracker_that_can_not_begin_is_told_once_and_the_run_is_done(
+    demo: DemoPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow at an address where nobody listens."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    given = arguments(tmp_path, demo)
+    for setting in ("spec.training.steps=2", "spec.tracking={trackers: [mlflow, tensorboard]}"):
+        given += ["--set", setting]
+    done = in_this_process(given)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("tracking: mlflow failed and is left out from here on") == 1
+    assert list((tmp_path / "out" / "tensorboard").rglob("events.*"))
+
+
+class Broken:
+    """Fails at the second step."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.steps.append(step)
+        if step == 2:
+            raise ConnectionError("no route to host\nmore")
+
+    def log_images(self, paths: object, step: int) -> None:
+        raise AssertionError("dropped by then")
+
+    def finish(self) -> None:
+        raise AssertionError("dropped by then")
+
+
+class Working(Broken):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[dict[str, float]] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.values.append(values)
+
+    def log_images(self, paths: object, step: int) -> None:
+        self.steps.append(step)
+
+    def finish(self) -> None:
+        self.steps.append(-1)
+
+
+def test_one_that_fails_on_the_way_is_dropped_and_the_others_go_on() -> None:
+    said: list[str] = []
+    broken, working = Broken(), Working()
+    tracking = Tracking({"wandb": broken, "mlflow": working}, said.append)
+    for step in (1, 2, 3):
+        seen = {"cans": CategoryLoss(0.5, 1)} if step == 3 else {}
+        numbers = StepNumbers(step, 1e-4, 0.7, 1, 2.0, {}, [], [], category_losses=seen)
+        tracking.log(numbers)
+    tracking.log_samples([Path("a.png")], 3)
+    tracking.finish()
+    assert broken.steps == [1, 2]
+    assert working.steps == [3, -1]
+    plain = {"loss": 0.7, "grad_norm": 2.0, "learning_rate": 1e-4}
+    assert working.values == [plain, plain, {**plain, "loss/cans": 0.5}]
+    assert said == [
+        "tracking: wandb failed and is left out from here on; the run goes on (no route to host)"
+    ]
+
+
+def test_the_environment_is_left_alone_where_it_says_where_mlflow_is(
+    demo: DemoPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "elsewhere").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    given = arguments(tmp_path, demo)
+    for setting in ("spec.training.steps=1", "spec.tracking={trackers: [mlflow]}"):
+        given += ["--set", setting]
+    done = in_this_process(given)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "elsewhere").is_dir()
+    assert not (tmp_path / "out" / "mlflow").exists()
+    assert os.environ["MLFLOW_TRACKING_URI"] == (tmp_path / "elsewhere").as_uri()

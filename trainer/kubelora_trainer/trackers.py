@@ -1,0 +1,224 @@
+"""TensorBoard, Weights & Biases and MLflow, through accelerate's trackers.
+
+A tracker is a comfort, the run log is the record: whatever fails in one (no network, no login, a
+full disk) is told once, that tracker is left out from then on, and the run goes on.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from accelerate import PartialState
+from accelerate.tracking import MLflowTracker, TensorBoardTracker, WandBTracker
+from PIL import Image
+
+from kubelora_api.names import OutputPath
+from kubelora_trainer.output import OutputFolder
+from kubelora_trainer.step_numbers import StepNumbers
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+MLFLOW_RUN_TAG = "kubelora.run_id"
+
+
+class Tracker(Protocol):
+    """What is asked of a tracker."""
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Keep numbers of an optimizer step."""
+
+    def log_images(self, paths: Sequence[Path], step: int) -> None:
+        """Keep sample images, one a prompt."""
+
+    def finish(self) -> None:
+        """Write what is not written yet."""
+
+
+@dataclass
+class TensorBoard:
+    """Event files in the output folder."""
+
+    tracker: Any
+
+    @classmethod
+    def open(cls, folder: OutputFolder, project: str, step: int) -> "TensorBoard":
+        """Steps after ``step`` that an earlier attempt wrote are dropped."""
+        place = folder.place(OutputPath.TENSORBOARD)
+        tracker = TensorBoardTracker(project, place, purge_step=step + 1)
+        return cls(_started(tracker))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """See `Tracker`."""
+        self.tracker.log(values, step=step)
+
+    def log_images(self, paths: Sequence[Path], step: int) -> None:
+        """See `Tracker`."""
+        for number, path in enumerate(paths):
+            pixels = np.asarray(_opened(path))[None]
+            self.tracker.log_images({f"samples/{number}": pixels}, step=step, dataformats="NHWC")
+
+    def finish(self) -> None:
+        """See `Tracker`."""
+        self.tracker.finish()
+
+
+@dataclass
+class WandB:
+    """A run of Weights & Biases; WANDB_MODE=offline keeps it in the output folder alone."""
+
+    tracker: Any
+
+    @classmethod
+    def open(cls, folder: OutputFolder, project: str, step: int) -> "WandB":
+        """Goes on with the run of the same run id."""
+        tracker = WandBTracker(
+            project,
+            name=folder.job.metadata.name,
+            id=folder.run_id,
+            resume="allow",
+            dir=str(folder.path),
+            config=folder.job.document(),
+        )
+        return cls(_started(tracker))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """See `Tracker`."""
+        self.tracker.log(values, step=step)
+
+    def log_images(self, paths: Sequence[Path], step: int) -> None:
+        """See `Tracker`."""
+        for number, path in enumerate(paths):
+            self.tracker.log_images({f"samples/{number}": [_opened(path)]}, step=step)
+
+    def finish(self) -> None:
+        """See `Tracker`."""
+        self.tracker.finish()
+
+
+@dataclass
+class MLflow:
+    """A run of MLflow, at MLFLOW_TRACKING_URI or in the output folder."""
+
+    tracker: Any
+
+    @classmethod
+    def open(cls, folder: OutputFolder, project: str, step: int) -> "MLflow":
+        """Goes on with the run of the same run id."""
+        import mlflow
+
+        place = os.environ.get("MLFLOW_TRACKING_URI")
+        if not place:
+            # The folder needs no server and no database; this says that it is meant.
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+            place = folder.place(OutputPath.MLFLOW).as_uri()
+        mlflow.set_tracking_uri(place)
+        earlier = mlflow.search_runs(
+            search_all_experiments=True,
+            filter_string=f"tags.`{MLFLOW_RUN_TAG}` = '{folder.run_id}'",
+            output_format="list",
+        )
+        tracker = MLflowTracker(
+            project,
+            run_name=folder.job.metadata.name,
+            run_id=earlier[0].info.run_id if earlier else None,
+            tags={MLFLOW_RUN_TAG: folder.run_id},
+        )
+        return cls(_started(tracker))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """See `Tracker`."""
+        self.tracker.log(values, step=step)
+
+    def log_images(self, paths: Sequence[Path], step: int) -> None:
+        """See `Tracker`."""
+        for path in paths:
+            self.tracker.log_artifact(str(path), "samples")
+
+    def finish(self) -> None:
+        """See `Tracker`."""
+        self.tracker.finish()
+
+
+_KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+
+
+class Tracking:
+    """All trackers of a run, each dropped at its first failure.
+
+    warn: is told once for each tracker that fails.
+    """
+
+    def __init__(self, trackers: dict[str, Tracker], warn: Callable[[str], None]) -> None:
+        self._trackers, self._warn = trackers, warn
+
+    def log(self, numbers: StepNumbers) -> None:
+        """Keep one optimizer step."""
+        values = {
+            "loss": numbers.loss,
+            "grad_norm": numbers.grad_norm,
+            "learning_rate": numbers.learning_rate,
+            **{f"loss/{name}": c.loss for name, c in numbers.category_losses.items()},
+        }
+        self._each(lambda tracker: tracker.log(values, numbers.step))
+
+    def log_samples(self, paths: Sequence[Path], step: int) -> None:
+        """Keep the sample images of a step."""
+        if paths:
+            self._each(lambda tracker: tracker.log_images(paths, step))
+
+    def finish(self) -> None:
+        """Write what is not written yet; nothing is tracked after it."""
+        self._each(lambda tracker: tracker.finish())
+        self._trackers = {}
+
+    def _each(self, do: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                do(tracker)
+            except Exception as error:  # whatever a tracker raises, it must not end a run
+                del self._trackers[name]
+                self._warn(_sentence(name, error))
+
+
+def open_tracking(folder: OutputFolder, step: int, warn: Callable[[str], None]) -> Tracking:
+    """The trackers that ``spec.tracking`` names, those that can be opened. step: resumed from."""
+    settings = folder.job.spec.tracking
+    opened: dict[str, Tracker] = {}
+    if settings.trackers:
+        PartialState()  # accelerate's trackers log, and its loggers ask which process this is
+    for name in settings.trackers:
+        try:
+            opened[name] = _KINDS[name].open(folder, settings.project, step)
+        except ImportError:
+            warn(
+                f"tracking: {name} is not installed, so the run goes on without it: "
+                f"pip install {PACKAGES[name]}"
+            )
+        except Exception as error:
+            warn(_sentence(name, error))
+    return Tracking(opened, warn)
+
+
+def _started(tracker: Any) -> Any:
+    # One process alone opens trackers, so accelerate need not find out which one it is.
+    tracker.main_process_only = False
+    try:
+        tracker.start()
+    except BaseException:
+        with suppress(Exception):
+            tracker.finish()
+        raise
+    return tracker
+
+
+def _opened(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+def _sentence(name: str, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"tracking: {name} failed and is left out from here on; the run goes on ({reason})"
