@@ -20,6 +20,7 @@ from kubelora_api.values import (
     PatternItems,
     PatternKeys,
     Prompt,
+    PushPlace,
     Rank,
 )
 
@@ -178,6 +179,13 @@ class Output(ApiModel):
         description="Type of the numbers in the adapter's files: bf16 (default: half the size, "
         "and what a bf16 run computed with), fp16 (half the size, three more bits, a narrow "
         "range) or fp32.",
+    )
+    push: PushPlace | None = Field(
+        None,
+        description="Where the finished adapter and the manifest are copied to: s3://bucket/prefix "
+        "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL) or hf://org/repo[@branch] "
+        "(HF_TOKEN; a new repository is private). A push that fails is tried again by the same "
+        "job. Default: nowhere.",
     )
     replace_existing: bool = Field(
         False,

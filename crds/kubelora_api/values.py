@@ -13,7 +13,8 @@ FloatType = Literal["bf16", "fp32"]
 ComputeType = Literal["bf16", "fp16", "fp32"]
 
 
-def _place_rule(schemes: tuple[str, ...]) -> Rule:
+def _place_rule(schemes: tuple[str, ...], *, local: bool = True) -> Rule:
+    """local: whether `kubelora train` takes a path of its own machine too."""
     pattern = places.pattern_of(schemes)
 
     def on_cluster(uri: str) -> bool:
@@ -23,7 +24,7 @@ def _place_rule(schemes: tuple[str, ...]) -> Rule:
         cel=f"self.matches({_cel_string(pattern)}) && !self.matches({_cel_string(_PARENT_STEP)})",
         message=f"unknown place: use {places.forms_of(schemes)}, without '..'",
         check=on_cluster,
-        local=lambda uri: places.is_local(uri) or on_cluster(uri),
+        local=lambda uri: (local and places.is_local(uri)) or on_cluster(uri),
     )
 
 
@@ -63,6 +64,9 @@ InputPlace = Annotated[
     str, Field(min_length=1, max_length=1024), _place_rule(places.CLUSTER_SCHEMES)
 ]
 OutputPlace = Annotated[str, Field(min_length=1, max_length=1024), _place_rule(("pvc",))]
+PushPlace = Annotated[
+    str, Field(min_length=1, max_length=1024), _place_rule(("s3", "hf"), local=False)
+]
 Prompt = Annotated[str, Field(max_length=2048)]
 Rank = Annotated[int, Field(ge=1, le=1024)]
 Alpha = Annotated[float, Field(gt=0, le=65536)]

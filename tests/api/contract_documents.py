@@ -259,6 +259,7 @@ WRONG: tuple[Wrong, ...] = (
         "spec.tracking.trackers",
     ),
     Wrong("a project with a space", "spec/tracking", {"project": "a b"}, "spec.tracking.project"),
+    Wrong("pushed to a claim", "spec/output/push", "pvc://adapters/x", "spec.output.push"),
     Wrong("unknown policy", "spec/health", {"policy": "warn"}, "spec.health.policy"),
     Wrong("keep no checkpoint", "spec/checkpoint", {"keep": 0}, "spec.checkpoint.keep"),
     Wrong("workers 0", "spec/workers", {"nodes": 0}, "spec.workers.nodes"),
@@ -395,6 +396,8 @@ RIGHT: dict[str, Document] = {
     "tracked": changed(
         "spec/tracking", {"trackers": ["tensorboard", "wandb", "mlflow"], "project": "studio"}
     ),
+    "pushed to a bucket": changed("spec/output/push", "s3://adapters/bottles"),
+    "pushed to the hub": changed("spec/output/push", "hf://studio/bottles@may"),
     "a file in fp16": changed("spec/output/dtype", "fp16"),
     "v-prediction with zero terminal SNR": changed(
         "spec/model",

@@ -61,14 +61,17 @@ def _let_prometheus_look(run: Run, exporter: Exporter, code: ExitCode) -> None:
 
 
 def _record(run: Run, code: ExitCode, message: str) -> str | None:
-    """The manifest's state for every ending but Done, which is written with its artifacts."""
+    """The manifest's state for every ending but Done, which is written with its artifacts.
+
+    What is Done stays so, also when a push failed after it.
+    """
     if run.folder is None or not run.first:
         return None
     states: dict[ExitCode, RunState] = {
         ExitCode.INTERRUPTED: "Interrupted",
         ExitCode.HELD: "Suspended",
     }
-    if code == ExitCode.DONE:
+    if code == ExitCode.DONE or run.exported:
         return _digest(run.folder.place(OutputPath.MANIFEST))
     try:
         return run.folder.write_manifest(states.get(code, "Failed"), message)

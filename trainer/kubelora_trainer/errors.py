@@ -43,6 +43,12 @@ class PeerLost(RunEnded):
     exit_code = ExitCode.PEER_LOST
 
 
+class PushFailed(RunEnded):
+    """The adapter is done, but copying it elsewhere failed in a way that may pass."""
+
+    exit_code = ExitCode.INTERNAL
+
+
 class Interrupted(RunEnded):
     """Stopped on request, after a checkpoint."""
 

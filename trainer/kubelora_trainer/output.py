@@ -29,11 +29,15 @@ _GROUPS_OF_IDENTITY = ("model", "dataset", "adapter", "training", "precision", "
 
 
 class RunRecord(BaseModel):
-    """What a run learns about itself on its way. rollback: that it went back once."""
+    """What a run learns about itself on its way.
+
+    rollback: that it went back once. pushed: where its artifacts have been copied to.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     rollback: Rollback | None = None
+    pushed: str = ""
 
 
 class Manifest(BaseModel):

@@ -7,6 +7,7 @@ every way to end leaves a manifest, a report and a sentence.
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -53,6 +54,7 @@ from kubelora_trainer.output import (
 from kubelora_trainer.places import resolve_output
 from kubelora_trainer.precision import describe_memory, lossy_warnings, plan_precision
 from kubelora_trainer.progress import open_progress
+from kubelora_trainer.push import push
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.rollback import go_back
 from kubelora_trainer.run_context import Run, RunOptions
@@ -79,7 +81,7 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
         conclude(run, ended.exit_code, str(ended), [])
         raise ended from held
     except RunEnded as ended:
-        conclude(run, ended.exit_code, str(ended), [])
+        conclude(run, ended.exit_code, str(ended), run.exported)
         raise
     except Exception as error:
         conclude(run, ExitCode.INTERNAL, f"not foreseen: {error!r}", [])
@@ -92,8 +94,7 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
     place = resolve_output(run.job.spec.output.uri, run.options.mounts)
     claimed = claim_together(run, place)
     if isinstance(claimed, Manifest):
-        run.say(f"{run.job.metadata.name}: already done, see {place}; nothing to do")
-        return "already done", claimed.artifacts
+        return _already_done(run, place, claimed)
     run.folder = claimed
     registry = CollectorRegistry()
     metrics = TrainerMetrics(registry, plan_precision(run.job.spec.precision))
@@ -118,6 +119,29 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
         material.objective.close()
         if run.tracking:
             run.tracking.finish()
+
+
+def _already_done(run: Run, place: Path, manifest: Manifest) -> tuple[str, list[Artifact]]:
+    """Nothing is trained; what an earlier attempt could not push is pushed."""
+    name = run.job.metadata.name
+    if not run.first or run.job.spec.output.push in (None, manifest.record.pushed):
+        run.say(f"{name}: already done, see {place}; nothing to do")
+    else:
+        run.say(f"{name}: already done, see {place}")
+        attempt = max(manifest.attempt, run.options.attempt or 0)
+        run.folder = OutputFolder(place, run.job, manifest.run_id, attempt, manifest.record)
+        _push(run, run.folder, manifest.artifacts)
+    return "already done", manifest.artifacts
+
+
+def _push(run: Run, folder: OutputFolder, artifacts: list[Artifact]) -> None:
+    """Copy the finished adapter to where the job says, and note that it is there."""
+    run.exported = artifacts
+    if uri := run.job.spec.output.push:
+        push(folder, uri)
+        folder.record = folder.record.model_copy(update={"pushed": uri})
+        folder.write_manifest("Done", artifacts=artifacts)
+        run.say(f"pushed: the adapter is at {uri}")
 
 
 def _train_and_export(
@@ -273,6 +297,7 @@ def _train_and_export(
     run.say("\n" + summary_text(summary))
     with suppress(PeerLost):  # whoever is gone now is not missed: all is written
         run.gang.told_by_first(None)
+    _push(run, folder, artifacts)
     return f"{position.step} steps done; numerical health: {reporter.watch.verdict}", artifacts
 
 

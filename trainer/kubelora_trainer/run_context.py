@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kubelora_api.job import LoraTrainingJob
+from kubelora_api.status import Artifact
 from kubelora_trainer.exporter import Exporter
 from kubelora_trainer.gang import ALONE, Gang
 from kubelora_trainer.output import OutputFolder
@@ -39,7 +40,10 @@ class RunOptions:
 
 
 class Run:
-    """A run in progress: where it reports to, and what it says."""
+    """A run in progress: where it reports to, and what it says.
+
+    exported: what is recorded as done already; no later failure takes it back.
+    """
 
     def __init__(
         self, job: LoraTrainingJob, options: RunOptions, stop: StopRequest, console: Console
@@ -48,6 +52,7 @@ class Run:
         self.begun = time.monotonic()
         self.folder: OutputFolder | None = None
         self.exporter: Exporter | None = None
+        self.exported: list[Artifact] = []
         self.tracking: Tracking | None = None
         self.gang: Gang = ALONE
 
