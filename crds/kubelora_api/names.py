@@ -25,11 +25,13 @@ TRAINER_APP: Final = "kubelora-trainer"
 OPERATOR_APP: Final = "kubelora-operator"
 LABEL_QUEUE_NAME: Final = "kueue.x-k8s.io/queue-name"
 LABEL_PRIORITY_CLASS: Final = "kueue.x-k8s.io/priority-class"
+ANNOTATION_COMPLETION_INDEX: Final = "batch.kubernetes.io/job-completion-index"
 GPU_RESOURCE: Final = "nvidia.com/gpu"
 
 TRAINER_CONTAINER: Final = "trainer"
 METRICS_PORT_NAME: Final = "metrics"
 METRICS_PORT: Final = 9464
+RENDEZVOUS_PORT_NAME: Final = "rendezvous"
 RENDEZVOUS_PORT: Final = 29400
 """Where node 0 keeps the ranks' meeting place, when there are several nodes."""
 

@@ -7,13 +7,14 @@ resourceVersion, so a plan made from a stale view stops there; creates are never
 import hashlib
 import logging
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
 from kubelora_api import names
 from kubelora_api.schema import JsonObject
-from kubelora_operator.children import build_config_map, build_job, child_name
+from kubelora_operator.children import build_config_map, build_job, build_service
 from kubelora_operator.cluster import ApiError, Cluster
 from kubelora_operator.conditions import shortened, time_text
 from kubelora_operator.facts import owned_by
@@ -26,6 +27,10 @@ _EVENT_MESSAGE_MAX: Final = 1024
 _REMEMBERED_EVENTS: Final = 1024
 _REFUSALS: Final = frozenset({400, 403, 404, 409, 413, 422})
 """Answers to a create that a person must mend: quota, policy, a template the API refuses."""
+
+
+_Create = Callable[[JsonObject], Awaitable[JsonObject]]
+_Get = Callable[[str, str], Awaitable[JsonObject | None]]
 
 
 class StaleView(Exception):
@@ -74,43 +79,26 @@ class Actor:
             raise
 
     async def _create(self, sight: Sight, attempt: int) -> Why | None:
-        """Create the attempt's ConfigMap and Job; what is there already is not touched."""
+        """Create the attempt's objects, the Job last; what is there already is not touched."""
         assert sight.job is not None
-        seen = sight.seen
-        name = child_name(seen.name, seen.uid, attempt)
+        seen, cluster = sight.seen, self._cluster
+        config_map = build_config_map(sight.job, attempt)
+        service = build_service(sight.job, attempt)
+        child = build_job(sight.job, attempt, self._image)
         try:
-            if not await self._config_map(build_config_map(sight.job, attempt), seen):
-                return _taken("ConfigMap", name)
-            if not await self._child(build_job(sight.job, attempt, self._image), seen):
-                return _taken("Job", name)
+            for manifest, create, get in (
+                (config_map, cluster.create_config_map, cluster.get_config_map),
+                (service, cluster.create_service, cluster.get_service),
+                (child, cluster.create_child, cluster.get_child),
+            ):
+                if manifest and not await _there_and_ours(manifest, create, get, seen):
+                    return _taken(manifest["kind"], manifest["metadata"]["name"])
         except ApiError as error:
             if error.code not in _REFUSALS:
                 raise
             return Why("Rejected", f"the API server refuses the attempt's objects: {error.message}")
-        log.info("attempt %d: Job %s is there", attempt, name)
+        log.info("attempt %d: Job %s is there", attempt, child["metadata"]["name"])
         return None
-
-    async def _config_map(self, manifest: JsonObject, seen: Observation) -> bool:
-        """Whether the ConfigMap is there and ours."""
-        try:
-            await self._cluster.create_config_map(manifest)
-            return True
-        except ApiError as error:
-            if error.reason != "AlreadyExists":
-                raise
-        found = await self._cluster.get_config_map(seen.namespace, manifest["metadata"]["name"])
-        return found is None or owned_by(found, seen.uid)
-
-    async def _child(self, manifest: JsonObject, seen: Observation) -> bool:
-        """Whether the Job is there and ours."""
-        try:
-            await self._cluster.create_child(manifest)
-            return True
-        except ApiError as error:
-            if error.reason != "AlreadyExists":
-                raise
-        found = await self._cluster.get_child(seen.namespace, manifest["metadata"]["name"])
-        return found is None or owned_by(found, seen.uid)
 
     async def _tell(self, seen: Observation, notice: Notice, now: datetime) -> None:
         """An Event on the job; the same one again only raises its count. Never fails a plan."""
@@ -154,6 +142,20 @@ class Actor:
             "lastTimestamp": stamp,
             "count": 1,
         }
+
+
+async def _there_and_ours(
+    manifest: JsonObject, create: _Create, get: _Get, seen: Observation
+) -> bool:
+    """Create it; whether what then has its name belongs to the job."""
+    try:
+        await create(manifest)
+        return True
+    except ApiError as error:
+        if error.reason != "AlreadyExists":
+            raise
+    found = await get(seen.namespace, manifest["metadata"]["name"])
+    return found is None or owned_by(found, seen.uid)
 
 
 def _taken(kind: str, name: str) -> Why:

@@ -43,15 +43,15 @@ class Cause:
 def cause_of(seen: Observation, child: Child) -> Cause:
     """Why a failed child failed."""
     told = child.failure or Why("Unknown", "")
-    pod = _failed_pod(seen.pods_of(child.attempt))
-    code = _EXIT_CODE.search(told.message)
-    if code and int(code[1]) == ExitCode.CONFIGURATION:
-        return Cause(Cost.FINAL, Why("ConfigurationError", _sentence(pod, _CONFIGURATION)))
-    if code and int(code[1]) == ExitCode.NUMERICAL:
-        return Cause(Cost.FINAL, Why("NumericalFailure", _sentence(pod, _NUMERICAL)))
-    if code and int(code[1]) == ExitCode.HELD:
-        return Cause(Cost.HELD, Why(HELD_REASON, _sentence(pod, _HELD)))
-    if _DISRUPTION in told.message or (pod and pod.disrupted):
+    found = _EXIT_CODE.search(told.message)
+    code = int(found[1]) if found else None
+    pod = _failed_pod(seen.pods_of(child.attempt), code)
+    if code is not None and (judged := _by_contract(code, pod)):
+        return judged
+    witnesses = (
+        seen.pods_of(child.attempt) if pod and pod.exit_code == ExitCode.PEER_LOST else (pod,)
+    )
+    if _DISRUPTION in told.message or any(p.disrupted for p in witnesses if p):
         return Cause(
             Cost.FREE,
             Why("Disrupted", "the pod was evicted, preempted or lost with its node"),
@@ -64,6 +64,19 @@ def cause_of(seen: Observation, child: Child) -> Cause:
     if pod is None or pod.deleting:
         return Cause(Cost.FREE, Why("PodDeleted", "the pod was deleted from outside"))
     return _cause_from_pod(seen, pod)
+
+
+def _by_contract(code: int, pod: TrainerPod | None) -> Cause | None:
+    """What the contract says of an exit code that nobody retries."""
+    match code:
+        case ExitCode.CONFIGURATION:
+            return Cause(Cost.FINAL, Why("ConfigurationError", _sentence(pod, _CONFIGURATION)))
+        case ExitCode.NUMERICAL:
+            return Cause(Cost.FINAL, Why("NumericalFailure", _sentence(pod, _NUMERICAL)))
+        case ExitCode.HELD:
+            return Cause(Cost.HELD, Why(HELD_REASON, _sentence(pod, _HELD)))
+        case _:
+            return None
 
 
 def deleted_from_outside(child_name: str) -> Cause:
@@ -108,22 +121,59 @@ _HELD: Final = (
 )
 
 
-def _failed_pod(pods: tuple[TrainerPod, ...]) -> TrainerPod | None:
+def _failed_pod(pods: tuple[TrainerPod, ...], code: int | None) -> TrainerPod | None:
+    """The pod that the attempt ended by: one with the Job's ``code``, else the first that ended.
+
+    A pod that only lost its peer, or was deleted because another had failed, is none where there is
+    any other.
+    """
     ended = [p for p in pods if p.phase == "Failed" or (p.exit_code or 0) != 0]
-    return ended[-1] if ended else None
+    in_order = sorted(ended, key=lambda p: (p.ended is None, p.ended or datetime.max))
+    own = [p for p in in_order if not p.deleting]
+    causes = [p for p in own if p.exit_code != ExitCode.PEER_LOST]
+    named = [p for p in in_order if code is not None and p.exit_code == code]
+    return next(iter(named or causes or own or in_order), None)
 
 
 def _cause_from_pod(seen: Observation, pod: TrainerPod) -> Cause:
+    if pod.exit_code is not None and (judged := _by_contract(pod.exit_code, pod)):
+        return judged
     if pod.exit_code == ExitCode.INTERRUPTED:
         return Cause(
             Cost.FREE, Why("Interrupted", "the trainer was interrupted and saved a checkpoint")
         )
+    if pod.exit_code == ExitCode.PEER_LOST:
+        return _peer_lost(seen, pod)
     if pod.out_of_memory:
         return Cause(Cost.COUNTED, Why("OutOfMemory", _out_of_memory(seen)))
     code = "without an exit code" if pod.exit_code is None else f"with exit code {pod.exit_code}"
     words = pod.final.message if pod.final else pod.last_words
     said = f": {words}" if words else f"; see `kubectl logs {pod.name}`"
     return Cause(Cost.COUNTED, Why("TrainerFailed", f"the trainer ended {code}{said}"))
+
+
+def _peer_lost(seen: Observation, pod: TrainerPod) -> Cause:
+    """All that is left of a gang are pods that lost a peer."""
+    nodes = seen.spec.workers.nodes if seen.spec else 1
+    indices = {p.index for p in seen.pods_of(pod.attempt)}
+    gone = [str(index) for index in range(nodes) if index not in indices]
+    if gone:
+        return Cause(
+            Cost.FREE,
+            Why(
+                "PodDeleted",
+                f"the pod of index {', '.join(gone)} was deleted from outside, or lost with its "
+                "node, and the others ended with it",
+            ),
+        )
+    return Cause(
+        Cost.COUNTED,
+        Why(
+            "PeerLost",
+            "the pods lost each other and none says why: look at their logs, and whether the "
+            "network between their nodes is sound",
+        ),
+    )
 
 
 def _out_of_memory(seen: Observation) -> str:

@@ -1,4 +1,5 @@
-"""The manifests of an attempt: an immutable ConfigMap with the job document, and an Indexed Job.
+"""The manifests of an attempt: a ConfigMap with the job document, an Indexed Job, and for several
+nodes the Service by which their pods find each other.
 
 Pure builders from a typed job to what is sent to the API server. Names are deterministic, so that
 two operators that act at once meet on the same name instead of starting two attempts.
@@ -47,6 +48,35 @@ def build_config_map(job: LoraTrainingJob, attempt: int) -> JsonObject:
     }
 
 
+def build_service(job: LoraTrainingJob, attempt: int) -> JsonObject | None:
+    """The headless Service that gives each pod of a gang a name; None for a single node.
+
+    Names must resolve before pods are ready, for they become ready by meeting each other.
+    """
+    if job.spec.workers.nodes == 1:
+        return None
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, attempt, {}),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {
+                names.LABEL_JOB_UID: job.metadata.uid or "",
+                names.LABEL_ATTEMPT: str(attempt),
+            },
+            "ports": [
+                {
+                    "name": names.RENDEZVOUS_PORT_NAME,
+                    "port": names.RENDEZVOUS_PORT,
+                    "protocol": "TCP",
+                }
+            ],
+        },
+    }
+
+
 def build_job(job: LoraTrainingJob, attempt: int, trainer_image: str) -> JsonObject:
     """The attempt's Job. ``trainer_image``: used where the job's podTemplate names none."""
     template = job.spec.pod_template
@@ -65,17 +95,25 @@ def build_job(job: LoraTrainingJob, attempt: int, trainer_image: str) -> JsonObj
             "backoffLimit": 0,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": _pod_failure_policy(),
+            **_success_policy(job.spec.workers.nodes),
             "template": {
                 "metadata": pod_metadata,
                 "spec": build_pod_spec(
                     job.spec,
                     attempt=attempt,
-                    config_map=child_name(job.metadata.name, job.metadata.uid or "", attempt),
+                    child=child_name(job.metadata.name, job.metadata.uid or "", attempt),
                     trainer_image=trainer_image,
                 ),
             },
         },
     }
+
+
+def _success_policy(nodes: int) -> JsonObject:
+    """A gang is done when rank 0 is, which ends with 0 only after the adapter is proven."""
+    if nodes == 1:
+        return {}
+    return {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}}
 
 
 def _pod_failure_policy() -> JsonObject:

@@ -108,6 +108,15 @@ class Cluster:
         path = _path("/api/v1", manifest["metadata"]["namespace"], "configmaps")
         return await self._request("POST", path, body=manifest)
 
+    async def get_service(self, namespace: str, name: str) -> JsonObject | None:
+        """A Service by name."""
+        return await self._find(_path("/api/v1", namespace, "services", name))
+
+    async def create_service(self, manifest: JsonObject) -> JsonObject:
+        """POST a Service."""
+        path = _path("/api/v1", manifest["metadata"]["namespace"], "services")
+        return await self._request("POST", path, body=manifest)
+
     async def warnings_about(self, namespace: str, uid: str) -> list[JsonObject]:
         """Warning Events about the object with this uid."""
         query = {"fieldSelector": f"involvedObject.uid={uid},type=Warning", "limit": "50"}

@@ -299,7 +299,9 @@ def _remaining(draft: Draft) -> timedelta:
 
 
 def _last_word(pods: tuple[TrainerPod, ...]) -> FinalReport | None:
-    return next((p.final for p in reversed(pods) if p.final), None)
+    newest_first = pods[::-1]
+    by_index = sorted(newest_first, key=lambda p: p.index)
+    return next((p.final for p in by_index if p.final), None)
 
 
 def _finished(draft: Draft) -> Plan:

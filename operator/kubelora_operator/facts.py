@@ -79,6 +79,7 @@ def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
         name=str(metadata.get("name", "")),
         uid=str(metadata.get("uid", "")),
         attempt=attempt,
+        index=_index(metadata),
         phase=str(status.get("phase") or "Pending"),
         address=status.get("podIP"),
         deleting="deletionTimestamp" in metadata,
@@ -86,6 +87,7 @@ def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
         running=bool(running),
         ready=bool(container.get("ready")),
         since=_time(running.get("startedAt")),
+        ended=_time(ended.get("finishedAt")),
         stuck=_stuck(status, state.get("waiting") or {}),
         exit_code=ended.get("exitCode"),
         out_of_memory=ended.get("reason") == "OOMKilled",
@@ -136,6 +138,11 @@ def _stuck(status: JsonObject, waiting: JsonObject) -> Why | None:
     if "unbound immediate PersistentVolumeClaims" in told:
         return Why("ClaimNotBound", f"a claim has no volume yet: {told}")
     return Why("Unschedulable", f"no node takes the pod: {told}")
+
+
+def _index(metadata: JsonObject) -> int:
+    text = str((metadata.get("annotations") or {}).get(names.ANNOTATION_COMPLETION_INDEX, "0"))
+    return int(text) if text.isascii() and text.isdecimal() else 0
 
 
 def _has(status: JsonObject, kind: str, truth: str) -> JsonObject | None:

@@ -4,6 +4,7 @@ Read from the API server and from the pods by `observe`; nothing here does I/O. 
 kinds are reduced to the few facts that a rule depends on, so that the rules read as sentences.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
@@ -48,14 +49,16 @@ class Child:
 class TrainerPod:
     """A pod of an attempt.
 
+    index: which of the attempt's nodes it is; 0 tells of the run.
     stuck: why its container does not run, in the cluster's words.
-    since: when its container started.
+    since: when its container started. ended: when it terminated.
     last_words: the termination message when it is no final report.
     """
 
     name: str
     uid: str
     attempt: int
+    index: int = 0
     phase: str = "Pending"
     address: str | None = None
     deleting: bool = False
@@ -63,6 +66,7 @@ class TrainerPod:
     running: bool = False
     ready: bool = False
     since: datetime | None = None
+    ended: datetime | None = None
     stuck: Why | None = None
     exit_code: int | None = None
     out_of_memory: bool = False
@@ -73,6 +77,17 @@ class TrainerPod:
     def live(self) -> bool:
         """Whether its container may still run."""
         return self.phase not in ("Succeeded", "Failed")
+
+
+def speaker(pods: Sequence[TrainerPod]) -> TrainerPod | None:
+    """The pod that is asked how the run fares: the newest of index 0, else the newest."""
+    return next((p for p in reversed(pods) if p.index == 0), pods[-1] if pods else None)
+
+
+def laggard(pods: Sequence[TrainerPod]) -> TrainerPod | None:
+    """A pod that the others wait for: one that does not run, best one that says why."""
+    waiting = [p for p in reversed(pods) if not p.running]
+    return next((p for p in waiting if p.stuck), waiting[0] if waiting else None)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,14 @@ from kubelora_operator.children import child_name
 from kubelora_operator.cluster import Cluster
 from kubelora_operator.conditions import time_of
 from kubelora_operator.facts import child_from, owned_by, pod_from, warning_from
-from kubelora_operator.observation import Observation, TrainerPod, Unreachable, Why
+from kubelora_operator.observation import (
+    Observation,
+    TrainerPod,
+    Unreachable,
+    Why,
+    laggard,
+    speaker,
+)
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,10 @@ class Observer:
         if not pods:
             why = await self._warning(seen.namespace, child.uid, "PodNotCreated", now)
             return replace(seen, rejection=why) if why else seen
-        pod = pods[-1]
-        if pod.running:
-            return replace(seen, report=await self._report(seen, pod, now))
-        if pod.stuck is None:
+        first, pod = speaker(pods), laggard(pods)
+        if first is not None and pod is None:
+            return replace(seen, report=await self._report(seen, first, now))
+        if pod is not None and pod.stuck is None:
             stuck = await self._warning(seen.namespace, pod.uid, "PodNotStarted", now)
             if stuck:
                 mended = tuple(replace(p, stuck=stuck) if p is pod else p for p in seen.pods)

@@ -25,6 +25,7 @@ WORK: Final = (
         "batch", "jobs", ("get", "list", "watch", "create", "delete"), "one Job for each attempt"
     ),
     Permission("", "configmaps", ("get", "create"), "the resolved job document of an attempt"),
+    Permission("", "services", ("get", "create"), "names for the pods of an attempt of several"),
     Permission("", "pods", ("get", "list", "watch"), "why a pod waits, how it ended, its address"),
     Permission("", "events", ("create", "patch", "list"), "tell users; read why a pod is stuck"),
 )

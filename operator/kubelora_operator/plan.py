@@ -25,7 +25,7 @@ class Notice:
 class Plan:
     """What is to be done.
 
-    create: number of the attempt whose ConfigMap and Job are to be created.
+    create: number of the attempt whose objects (ConfigMap, Job, Service) are to be created.
     again_after: when to look again although nothing may have happened; None to wait for a change.
     """
 

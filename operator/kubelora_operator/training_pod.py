@@ -28,10 +28,8 @@ _ENVIRONMENT: Final = {
 """The root file system is read-only: every library that writes is pointed at the scratch volume."""
 
 
-def build_pod_spec(
-    spec: JobSpec, *, attempt: int, config_map: str, trainer_image: str
-) -> JsonObject:
-    """A ``v1.PodSpec``. ``config_map``: the one that holds the attempt's job document."""
+def build_pod_spec(spec: JobSpec, *, attempt: int, child: str, trainer_image: str) -> JsonObject:
+    """A ``v1.PodSpec``. ``child``: name of the attempt's Job, ConfigMap and Service."""
     template = spec.pod_template
     claims = claims_of(spec)
     pod: JsonObject = {
@@ -40,9 +38,11 @@ def build_pod_spec(
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": template.termination_grace_period_seconds,
         "securityContext": _pod_security(template),
-        "containers": [_container(spec, attempt, claims, trainer_image)],
-        "volumes": _volumes(template, claims, config_map),
+        "containers": [_container(spec, attempt, child, claims, trainer_image)],
+        "volumes": _volumes(template, claims, child),
     }
+    if spec.workers.nodes > 1:
+        pod["subdomain"] = child
     return pod | _placement(template)
 
 
@@ -65,7 +65,7 @@ def claims_of(spec: JobSpec) -> dict[str, bool]:
 
 
 def _container(
-    spec: JobSpec, attempt: int, claims: dict[str, bool], trainer_image: str
+    spec: JobSpec, attempt: int, child: str, claims: dict[str, bool], trainer_image: str
 ) -> JsonObject:
     template = spec.pod_template
     container: JsonObject = {
@@ -73,14 +73,8 @@ def _container(
         "image": template.image or trainer_image,
         "imagePullPolicy": template.image_pull_policy,
         "command": ["kubelora", "train", JOB_PATH, "--metrics-port", str(names.METRICS_PORT)],
-        "env": _environment(template, attempt),
-        "ports": [
-            {
-                "name": names.METRICS_PORT_NAME,
-                "containerPort": names.METRICS_PORT,
-                "protocol": "TCP",
-            }
-        ],
+        "env": _environment(template, attempt) + _meeting_place(spec, child),
+        "ports": _ports(spec.workers.nodes),
         "readinessProbe": {
             "httpGet": {"path": "/healthz", "port": names.METRICS_PORT_NAME},
             "periodSeconds": 10,
@@ -102,6 +96,13 @@ def _container(
     return container
 
 
+def _ports(nodes: int) -> list[JsonObject]:
+    ports = {names.METRICS_PORT_NAME: names.METRICS_PORT}
+    if nodes > 1:
+        ports[names.RENDEZVOUS_PORT_NAME] = names.RENDEZVOUS_PORT
+    return [{"name": n, "containerPort": port, "protocol": "TCP"} for n, port in ports.items()]
+
+
 def _environment(template: PodTemplate, attempt: int) -> list[JsonObject]:
     """Ours first, the user's over it, except for names that the contract keeps."""
     users = {e.name: e.document() for e in template.env}
@@ -113,6 +114,19 @@ def _environment(template: PodTemplate, attempt: int) -> list[JsonObject]:
         {"name": names.ENV_TERMINATION_LOG, "value": names.TERMINATION_LOG},
     ]
     return contract + ours + list(users.values())
+
+
+def _meeting_place(spec: JobSpec, child: str) -> list[JsonObject]:
+    """Where the ranks of several nodes meet: at the pod of index 0, by its name in the Service.
+
+    JOB_COMPLETION_INDEX, which says which node a pod is, comes from the Job itself.
+    """
+    if spec.workers.nodes == 1:
+        return []
+    return [
+        {"name": names.ENV_MASTER_ADDR, "value": f"{child}-0.{child}"},
+        {"name": names.ENV_MASTER_PORT, "value": str(names.RENDEZVOUS_PORT)},
+    ]
 
 
 def _resources(resources: Resources | None, gpus: int) -> JsonObject:

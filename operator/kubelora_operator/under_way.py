@@ -7,7 +7,14 @@ from typing import Final
 from kubelora_api.report import RunReport
 from kubelora_operator.conditions import HEALTHY, QUEUED, RESTARTING, RUNNING, SUSPENDED, time_text
 from kubelora_operator.draft import SOON, Draft, stopped
-from kubelora_operator.observation import Child, TrainerPod, Unreachable, Why
+from kubelora_operator.observation import (
+    Child,
+    TrainerPod,
+    Unreachable,
+    Why,
+    laggard,
+    speaker,
+)
 from kubelora_operator.progress import judge_health, with_report
 
 _SLOW: Final = timedelta(seconds=30)
@@ -28,10 +35,11 @@ def track(draft: Draft, child: Child, poll: timedelta) -> Draft:
         return _queued(draft, child)
     if child.queue:
         draft = draft.tell(QUEUED, False, "Admitted", f"queue {child.queue} has admitted the job")
-    pod = next((p for p in reversed(draft.pods) if p.live and not p.deleting), None)
-    if pod is None or not pod.running:
-        return _pending(draft, pod)
-    return replace(_running(draft, pod), again_after=poll)
+    pods = [p for p in draft.pods if p.live and not p.deleting]
+    waited_for, first = laggard(pods), speaker(pods)
+    if first is None or waited_for is not None:
+        return _pending(draft, waited_for)
+    return replace(_running(draft, first), again_after=poll)
 
 
 def _queued(draft: Draft, child: Child) -> Draft:

@@ -3,7 +3,13 @@
 import json
 
 from kubelora_api.documents import parse_job
-from kubelora_operator.children import attempt_in, build_config_map, build_job, child_name
+from kubelora_operator.children import (
+    attempt_in,
+    build_config_map,
+    build_job,
+    build_service,
+    child_name,
+)
 from tests.operator.world import UID, document
 
 NAME = "bottles-0b5e7-2"
@@ -245,3 +251,56 @@ def test_an_attempt_is_read_from_a_name_of_ours_alone() -> None:
     assert attempt_in("bottles-0b5e7-12", "bottles", UID) == 12
     for other in ("bottles-0b5e7-", "bottles-0b5e7-012", "bottles-0b5e7-x", "bottles-99999-1", ""):
         assert attempt_in(other, "bottles", UID) is None
+
+
+GANG = {
+    "workers": {"nodes": 3, "gpusPerNode": 2},
+    "training": {"steps": 9, "gradientAccumulation": 6},
+}
+
+
+def test_the_pods_of_several_nodes_find_each_other_by_a_headless_service() -> None:
+    job = parse_job(document(**GANG))
+    assert build_service(job, 2) == {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": NAME,
+            "namespace": "studio",
+            "labels": LABELS,
+            "ownerReferences": [OWNER],
+        },
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"kubelora.dev/job-uid": UID, "kubelora.dev/attempt": "2"},
+            "ports": [{"name": "rendezvous", "port": 29400, "protocol": "TCP"}],
+        },
+    }
+    gang = build_job(job, 2, "trainer:1")["spec"]
+    assert (gang["completions"], gang["parallelism"], gang["backoffLimit"]) == (3, 3, 0)
+    assert gang["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    pod = gang["template"]["spec"]
+    assert pod["subdomain"] == NAME
+    (container,) = pod["containers"]
+    assert container["env"][-2:] == [
+        {"name": "MASTER_ADDR", "value": f"{NAME}-0.{NAME}"},
+        {"name": "MASTER_PORT", "value": "29400"},
+    ]
+    assert [p["containerPort"] for p in container["ports"]] == [9464, 29400]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+
+
+def test_a_single_node_has_no_service_and_no_meeting_place() -> None:
+    job = parse_job(document())
+    assert build_service(job, 2) is None
+    made = build_job(job, 2, "trainer:1")["spec"]
+    assert "successPolicy" not in made
+    assert "subdomain" not in made["template"]["spec"]
+
+
+def test_names_of_a_gang_are_legal_at_the_longest_name_a_job_may_have() -> None:
+    """A Service's name and a host name have at most 63 characters and begin with a letter."""
+    name = child_name("b" * 40, UID, 999_999)
+    assert len(f"{name}-63") <= 63
+    assert name[0].isalpha()

@@ -4,6 +4,7 @@ Each rank writes its final report to a folder of the launcher's; that of the ran
 becomes the pod's termination message.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,14 @@ from rich.console import Console
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import ExitCode
 from kubelora_api.report import FinalReport
-from kubelora_trainer.launch import RankEnd, deciding, exit_code_of, launch, sentence_of
+from kubelora_trainer.launch import (
+    PEER_GRACE_SECONDS,
+    RankEnd,
+    deciding,
+    exit_code_of,
+    launch,
+    sentence_of,
+)
 from kubelora_trainer.output import run_id_of
 from kubelora_trainer.run_context import RunOptions
 from kubelora_trainer.seats import Layout, Seat
@@ -40,6 +48,8 @@ def run_ranks(
         code, sentence = exit_code_of(end), sentence_of(end, layout.size)
         if code not in TELL_THEMSELVES:
             tell(f"error: {sentence}")
+        if code == ExitCode.PEER_LOST and layout.nodes > 1:
+            _let_the_cause_go_first(stop)
         if options.termination_log is not None:
             report = final_report(job, options, reports, end, sentence)
             try:
@@ -50,6 +60,16 @@ def run_ranks(
                     f"{options.termination_log}: {error.strerror}"
                 )
     return code
+
+
+def _let_the_cause_go_first(stop: StopRequest) -> None:
+    """Wait for the pod that failed to end by itself.
+
+    The first pod to fail has the others deleted, and their last words with them.
+    """
+    deadline = time.monotonic() + PEER_GRACE_SECONDS + 10
+    while not stop.requested and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def run_rank(

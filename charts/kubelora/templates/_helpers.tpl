@@ -56,7 +56,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   resources: [jobs]
   verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
-  resources: [configmaps]
+  resources: [configmaps, services]
   verbs: [get, create]
 - apiGroups: [""]
   resources: [pods]
