@@ -46,6 +46,7 @@ class RunLog:
         """Drop the rows of all steps after ``step``, for they come again."""
         self._steps = [numbers for numbers in self._steps if numbers.step <= step]
         self._factors.rewind(step)
+        self._groups.rewind(step)
         self._categories.rewind(step)
 
     def append(self, numbers: StepNumbers) -> None:
