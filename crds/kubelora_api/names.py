@@ -79,6 +79,7 @@ class OutputPath(StrEnum):
     RUN_LOG = "metrics.parquet"
     GROUP_LOG = "groups.parquet"
     CATEGORY_LOG = "categories.parquet"
+    GRADIENTS = "gradients"
     PREFLIGHT = "preflight.json"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from kubelora_api.dataset_spec import Dataset
+from kubelora_api.dump_spec import DumpGradients
 from kubelora_api.pod import PodTemplate
 from kubelora_api.schema import LIST_ATOMIC, MAP_ATOMIC, ApiModel, Rule
 from kubelora_api.training_spec import Precision, Training
@@ -136,6 +137,9 @@ class Health(ApiModel):
         "job fails, after a checkpoint. Rollback: training goes back, once, to the last "
         "checkpoint from before the finding and on with data it has not seen; a second critical "
         "finding fails the job.",
+    )
+    dump_gradients: DumpGradients | None = Field(
+        None, description="Raw gradients to write down, to look for a cause. Default: none."
     )
 
 

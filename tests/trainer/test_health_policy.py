@@ -134,6 +134,7 @@ def test_the_run_log_holds_each_step_once_after_a_rollback(tmp_path: Path) -> No
     steps = pq.read_table(engine.run_log.finish())["step"].to_pylist()
     assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6]
     assert len(steps) == 6 * 4
+    assert pq.read_table(tmp_path / "groups.parquet")["step"].to_pylist() == steps
 
 
 def test_a_second_critical_finding_fails_also_in_a_later_process(tmp_path: Path) -> None:

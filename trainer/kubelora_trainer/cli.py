@@ -161,6 +161,35 @@ def demo(directory: Path, layout: str) -> None:
     click.echo(f"model:  {paths.model}\nphotos: {paths.photos}")
 
 
+@main.command(
+    epilog="""\b
+Examples:
+  kubelora gradients runs/bottles
+  kubelora gradients runs/bottles --step 12 --module attn2.to_k
+"""
+)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(1), help="Only gradients of this optimizer step.")
+@click.option(
+    "--module",
+    metavar="PATTERN",
+    help="Only modules or factors whose name ends so (a regular expression).",
+)
+@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="Most rows.")
+def gradients(folder: Path, step: int | None, module: str | None, limit: int) -> None:
+    """Show the raw gradients that health.dumpGradients wrote to FOLDER, a run's output."""
+    import re
+
+    try:
+        re.compile(module or "")
+    except re.error as error:
+        raise ConfigurationError(f"--module {module}: not a regular expression ({error})") from None
+    from kubelora_trainer.gradients_command import Choice, gradient_lines
+
+    for line in gradient_lines(folder, Choice(step, module, limit)):
+        click.echo(line)
+
+
 def parse_mounts(mounts: tuple[str, ...]) -> dict[str, Path]:
     """``claim=dir`` arguments as a mapping. Raises ConfigurationError."""
     folders: dict[str, Path] = {}

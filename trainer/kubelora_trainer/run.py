@@ -37,6 +37,7 @@ from kubelora_trainer.export import DTYPES as EXPORT_DTYPES
 from kubelora_trainer.export import Title, dtype_that_holds, export_diffusers, export_kohya
 from kubelora_trainer.export_gate import verify_export
 from kubelora_trainer.exporter import Board, Exporter, TrainerMetrics
+from kubelora_trainer.gradient_dump import GradientDump
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
 from kubelora_trainer.judging import facts_of
 from kubelora_trainer.learning_rates import rate_scales
@@ -212,6 +213,7 @@ def _train_and_export(
             categories=categories,
             scaler=scaler,
             gang=run.gang,
+            dump=_open_dump(run, folder, buffers, scaler),
         )
 
         def checkpoint(reached: RunPosition) -> None:
@@ -309,6 +311,25 @@ def _wait_for_first(run: Run, step: int, total: int) -> str:
         _leave_if_asked(run, step, total)
         raise
     return f"{step} steps done with rank 0, which exported the adapter"
+
+
+def _open_dump(
+    run: Run, folder: OutputFolder, buffers: AdapterBuffers, scaler: LossScaler | None
+) -> GradientDump | None:
+    """What writes raw gradients down, where the job asks for some."""
+    wanted = run.job.spec.health.dump_gradients
+    if wanted is None:
+        return None
+    scale = scaler.scale if scaler else None
+    return GradientDump(
+        folder,
+        wanted,
+        buffers.slots,
+        buffers.plan.compute,
+        run.warn,
+        scale,
+        run.gang.share.size,
+    )
 
 
 def _begin(

@@ -4,6 +4,7 @@ Every part is handed in; what a part does is told in its own file.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from kubelora_trainer.category_losses import CategoryLosses
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.errors import HeldByPolicy, PolicyFailure
 from kubelora_trainer.gang import ALONE, Exchanged, Gang
+from kubelora_trainer.gradient_dump import GradientDump, MicroStepName
 from kubelora_trainer.health_policy import RollbackDue
 from kubelora_trainer.loss_scaler import LossScaler
 from kubelora_trainer.moving_average import MovingAverage
@@ -59,6 +61,7 @@ class Parts:
     average: MovingAverage | None = None
     categories: CategoryLosses | None = None
     scaler: LossScaler | None = None
+    dump: GradientDump | None = None
     gang: Gang = ALONE
 
     @property
@@ -139,8 +142,11 @@ def accumulate_window(
     for micro_step in parts.gang.share.of(range(position.micro_step, window.stop)):
         if stop():
             break
-        with parts.telemetry.micro_step(micro_step):
-            micro_batch = parts.objective(micro_step + position.skipped)
+        of_order = micro_step + position.skipped
+        name = MicroStepName(position.step + 1, micro_step - window.start, of_order)
+        dumping = parts.dump.micro_step(name) if parts.dump else nullcontext()
+        with parts.telemetry.micro_step(micro_step), dumping:
+            micro_batch = parts.objective(of_order)
             loss_sum = micro_batch.loss_sum
             (parts.scaler.scaled(loss_sum) if parts.scaler else loss_sum).backward()
         reached.check()

@@ -1,0 +1,74 @@
+"""``spec.health.dumpGradients.when``: which gradients are worth writing down.
+
+The API has judged the text already (``dump_spec.CONDITION_PATTERN``); here it is taken apart and
+asked of tensors, many at once, so that a GPU is waited for once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``number op limit``. number: absmax, norm (L2) or zero_ratio (share of exact zeros)."""
+
+    number: str
+    op: Literal["<", ">"]
+    limit: float
+
+
+@dataclass(frozen=True)
+class GradientCondition:
+    """All ``comparisons`` hold; without any: some element is NaN or infinite.
+
+    A comparison with NaN holds never.
+    """
+
+    comparisons: tuple[Comparison, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The numbers that have to be known."""
+        return tuple(sorted({c.number for c in self.comparisons})) or ("absmax",)
+
+    def holds(self, gradients: Sequence[Tensor], loss_scale: Tensor | None = None) -> list[bool]:
+        """Of each gradient. loss_scale: what gradients are multiplied by, and numbers are not."""
+        if not gradients:
+            return []
+        columns = torch.stack([_measure(n, gradients, loss_scale) for n in self.numbers], dim=1)
+        rows = columns.tolist()
+        return [self._judge(dict(zip(self.numbers, row, strict=True))) for row in rows]
+
+    def _judge(self, numbers: dict[str, float]) -> bool:
+        if not self.comparisons:
+            absmax = numbers["absmax"]
+            return absmax - absmax != 0.0
+        return all(
+            numbers[c.number] < c.limit if c.op == "<" else numbers[c.number] > c.limit
+            for c in self.comparisons
+        )
+
+
+def parse_condition(text: str) -> GradientCondition:
+    """The condition that ``text`` asks for."""
+    if text == "nonfinite":
+        return GradientCondition()
+    comparisons = []
+    for part in text.split(" and "):
+        number, op, limit = part.split(" ")
+        comparisons.append(Comparison(number, "<" if op == "<" else ">", float(limit)))
+    return GradientCondition(tuple(comparisons))
+
+
+def _measure(number: str, gradients: Sequence[Tensor], loss_scale: Tensor | None) -> Tensor:
+    """fp64 (gradients)."""
+    if number == "zero_ratio":
+        return torch.stack([(gradient == 0).double().mean() for gradient in gradients])
+    order = torch.inf if number == "absmax" else 2
+    norms = torch._foreach_norm(list(gradients), order, dtype=torch.float32)
+    found = torch.stack(norms).double()
+    return found if loss_scale is None else found / loss_scale
