@@ -40,14 +40,31 @@ def test_a_run_stopped_while_its_data_is_looked_at_begins_anew(
     assert in_this_process(given).exit_code == 0
 
 
-@pytest.mark.parametrize("asked", [5, 8, 12])
+LEARNING = {
+    5: (),
+    8: (
+        "spec.training.optimizer={name: prodigy, initialRate: 0.0001}",
+        "spec.training.learningRate=1.0",
+        "spec.training.ema={enabled: true}",
+        "spec.adapter.dropout=0.1",
+    ),
+    12: (
+        "spec.training.optimizer={name: adafactor, beta1: 0.9}",
+        "spec.training.schedule={name: cosine_with_restarts, cycles: 2, warmupSteps: 2}",
+        "spec.training.loraPlusRatio=4",
+        "spec.adapter={targets: all, rank: 8}",
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", LEARNING)
 def test_a_run_stopped_anywhere_resumes_to_the_same_bits(
     tmp_path: Path, photos: DemoPaths, asked: int
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
-    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    settings = [part for setting in (*SETTINGS, *LEARNING[asked]) for part in ("--set", setting)]
     done = in_this_process([*arguments(whole, photos), *settings])
     assert done.exit_code == 0, done.output
     assert "buckets: " in done.output

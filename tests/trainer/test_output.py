@@ -1,6 +1,7 @@
 """Whose output folder it is, and who may write there."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,77 @@ def test_another_runs_output_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"holds run \w+'s output .*replaceExisting"):
         claim(tmp_path, changed(job(), "training", seed=1))
     assert (tmp_path / "manifest.json").read_bytes() == before
+
+
+def test_what_changed_is_told_field_by_field(tmp_path: Path) -> None:
+    claim(tmp_path, job())
+    other = changed(changed(job(), "training", seed=1), "adapter", rank=8, alpha=4.0)
+    with pytest.raises(ConfigurationError) as refused:
+        claim(tmp_path, other)
+    assert (
+        "other settings: spec.adapter.alpha: not set -> 4.0; spec.adapter.rank: 16 -> 8; "
+        "spec.training.seed: 0 -> 1. To go on with it, put them back (spec.health, checkpoint, "
+        "workers, podTemplate, dataset.cache and output.dtype may change)."
+    ) in str(refused.value)
+
+
+def in_a_cluster(of: LoraTrainingJob, uid: str = "0f-1e") -> LoraTrainingJob:
+    return of.model_copy(update={"metadata": of.metadata.model_copy(update={"uid": uid})})
+
+
+def test_a_job_of_the_same_uid_with_other_settings_is_refused_too(tmp_path: Path) -> None:
+    claim(tmp_path, in_a_cluster(job()), attempt=1)
+    before = (tmp_path / "manifest.json").read_bytes()
+    with pytest.raises(
+        ConfigurationError,
+        match=r"run 0f-1e began with other settings \(spec\.training\.steps: 6 -> 9\)",
+    ):
+        claim(tmp_path, in_a_cluster(changed(job(), "training", steps=9)), attempt=2)
+    assert (tmp_path / "manifest.json").read_bytes() == before
+
+
+def test_what_decides_no_weight_may_change_between_attempts(tmp_path: Path) -> None:
+    for wrap in (lambda of: of, in_a_cluster):
+        place = tmp_path / wrap.__name__
+        claim(place, wrap(job()))
+        again = changed(changed(job(), "checkpoint", every_steps=7), "output", dtype="fp32")
+        assert isinstance(claim(place, wrap(again)), OutputFolder)
+
+
+def test_many_changes_are_cut_short(tmp_path: Path) -> None:
+    claim(tmp_path, job())
+    fields = dict.fromkeys(("beta1", "beta2", "eps", "weight_decay", "initial_rate"), 0.5)
+    optimizer = job().spec.training.optimizer.model_copy(update=fields)
+    other = changed(
+        job(), "training", optimizer=optimizer, seed=1, steps=9, batch_size=2, max_grad_norm=2.0
+    )
+    other = changed(other, "adapter", rank=8, alpha=4.0, dropout=0.5)
+    with pytest.raises(ConfigurationError, match=r"; and 2 more\. To go on"):
+        claim(tmp_path, other)
+
+
+def recorded_by_an_earlier_version(folder: Path) -> None:
+    """The manifest of a version that knew neither averages nor seeds, with another torch."""
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["job"]["spec"]["training"]["ema"]
+    del manifest["job"]["spec"]["training"]["seed"]
+    manifest |= {"run_id": "earlier", "versions": manifest["versions"] | {"torch": "2.0"}}
+    file.write_text(json.dumps(manifest))
+
+
+def test_a_field_that_is_new_since_the_run_began_is_no_change(tmp_path: Path) -> None:
+    claim(tmp_path, job())
+    recorded_by_an_earlier_version(tmp_path)
+    sentences: list[str] = []
+    folder = claim_output(tmp_path, job(), None, sentences.append)
+    assert isinstance(folder, OutputFolder)
+    assert (folder.run_id, folder.attempt) == ("earlier", 2)
+    assert len(sentences) == 1
+    assert re.search(r'begun with other versions \(torch: "2\.0" -> "\d', sentences[0])
+    recorded_by_an_earlier_version(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"spec\.training\.seed: 0 -> 1\. To go on"):
+        claim(tmp_path, changed(job(), "training", seed=1))
 
 
 def test_replacing_clears_the_other_runs_files_and_nothing_else(tmp_path: Path) -> None:

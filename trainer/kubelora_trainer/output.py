@@ -6,7 +6,6 @@ still runs) may not write once a newer one has begun.
 """
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -22,10 +21,17 @@ from kubelora_api.status import Artifact
 from kubelora_trainer.atomic_files import write_file, writing_to
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.health_policy import Rollback
+from kubelora_trainer.run_settings import (
+    MAY_CHANGE,
+    changes,
+    deciding_settings,
+    recorded_settings,
+    settings_digest,
+    told,
+)
 
 RunState = Literal["Running", "Interrupted", "Suspended", "Failed", "Done"]
 RECORDED_PACKAGES = ("kubelora", "torch", "diffusers", "transformers", "peft", "safetensors")
-_GROUPS_OF_IDENTITY = ("model", "dataset", "adapter", "training", "precision", "validation")
 
 
 class RunRecord(BaseModel):
@@ -67,14 +73,7 @@ def run_id_of(job: LoraTrainingJob) -> str:
     interval, workers, pod template, queue, suspension, restarts, ``dataset.cache``,
     ``output.replaceExisting``.
     """
-    if job.metadata.uid:
-        return job.metadata.uid
-    spec = job.spec.document()
-    identity = {group: spec[group] for group in _GROUPS_OF_IDENTITY if group in spec}
-    identity["dataset"].pop("cache", None)
-    identity |= {"name": job.metadata.name, "output": job.spec.output.uri}
-    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    return job.metadata.uid or settings_digest(job)
 
 
 class OutputFolder:
@@ -138,18 +137,25 @@ def claim_output(
 
     attempt: the operator's count; None counts on from the folder's last attempt.
     Returns the manifest instead where this very run is already done.
-    Raises ConfigurationError for another run's output, a newer attempt, a folder that can't be
-    written.
+    Raises ConfigurationError for another run's output, other settings than the run began with, a
+    newer attempt, a folder that can't be written.
     """
     run_id = run_id_of(job)
     with writing_to(path):
         path.mkdir(parents=True, exist_ok=True)
     found = read_manifest(path)
+    changed = _changed_settings(found, job)
+    if found is not None and not changed and not job.metadata.uid and not _uid_of(found):
+        run_id = found.run_id  # named by an earlier version, which knew fewer settings
     if found is None or found.run_id != run_id:
-        _make_room(path, found, job.spec.output.replace_existing, warn)
+        _make_room(path, found, changed, job.spec.output.replace_existing, warn)
         found = None
-    if found is not None and found.state == "Done":
-        return found
+    if found is not None:
+        _assert_resumable(path, found, changed)
+        if found.state == "Done":
+            return found
+        if newer := told(list(changes(found.versions, installed_versions()))):
+            warn(f"{path}: begun with other versions ({newer}); the last bits may differ")
     before = found.attempt if found else 0
     if attempt is not None and attempt < before:
         raise ConfigurationError(
@@ -162,8 +168,33 @@ def claim_output(
     return folder
 
 
+def _changed_settings(found: Manifest | None, job: LoraTrainingJob) -> list[str]:
+    if found is None:
+        return []
+    return list(changes(recorded_settings(found.job), deciding_settings(job)))
+
+
+def _uid_of(found: Manifest) -> object:
+    metadata = found.job.get("metadata")
+    return metadata.get("uid") if isinstance(metadata, dict) else None
+
+
+def _assert_resumable(path: Path, found: Manifest, changed: list[str]) -> None:
+    """A job of the same uid, but with other settings, is not the run that began here."""
+    if changed:
+        raise ConfigurationError(
+            f"{path}: run {found.run_id} began with other settings ({told(changed)}) and can't go "
+            f"on with these; put them back ({MAY_CHANGE}), or create a new job with another "
+            "spec.output.uri"
+        )
+
+
 def _make_room(
-    path: Path, found: Manifest | None, replace: bool, warn: Callable[[str], None]
+    path: Path,
+    found: Manifest | None,
+    changed: list[str],
+    replace: bool,
+    warn: Callable[[str], None],
 ) -> None:
     """Refuse what another run left, or clear it away when told to; other files are not ours."""
     ours = {Path(p).parts[0] for p in OutputPath} | {
@@ -176,8 +207,14 @@ def _make_room(
         return
     whose = f"run {found.run_id}'s" if found else "an unknown run's"
     if not replace:
+        settings = (
+            f" It was made with other settings: {told(changed)}. To go on with it, put them back "
+            f"({MAY_CHANGE})."
+            if changed
+            else ""
+        )
         raise ConfigurationError(
-            f"{path}: holds {whose} output ({', '.join(present)}); choose another "
+            f"{path}: holds {whose} output ({', '.join(present)}).{settings} Choose another "
             "spec.output.uri, or set spec.output.replaceExisting: true to clear it away"
         )
     warn(f"{path}: clearing away {whose} output ({', '.join(present)}), as replaceExisting says")

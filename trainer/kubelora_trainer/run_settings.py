@@ -1,0 +1,77 @@
+"""What decides a run's weights, and how two configurations differ in it.
+
+A run goes on with the settings it began with, or it would not be the run it claims to be. What
+decides no weight may change between attempts.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kubelora_api.documents import InvalidDocument, parse_job
+from kubelora_api.job import LoraTrainingJob
+from kubelora_api.schema import JsonObject
+
+DECIDING_GROUPS = ("model", "dataset", "adapter", "training", "precision", "validation")
+MAY_CHANGE = (
+    "spec.health, checkpoint, workers, podTemplate, dataset.cache and output.dtype may change"
+)
+SHOWN_CHANGES = 10
+
+
+def deciding_settings(job: LoraTrainingJob) -> JsonObject:
+    """The job's name, its output, and what decides the result, defaults filled in."""
+    return _deciding({"metadata": {"name": job.metadata.name}, "spec": job.spec.document()})
+
+
+def recorded_settings(document: JsonObject) -> JsonObject:
+    """`deciding_settings` of a job that an earlier version may have recorded.
+
+    Its defaults are filled in anew, so that a field that is new since does not count as a change.
+    """
+    try:
+        return deciding_settings(parse_job(document, local=True))
+    except InvalidDocument:
+        return _deciding(document)
+
+
+def settings_digest(job: LoraTrainingJob) -> str:
+    """16 hexadecimal digits that name what decides the result."""
+    canonical = json.dumps(deciding_settings(job), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def changes(old: object, new: object, path: str = "") -> Iterator[str]:
+    """``path: old -> new`` for each leaf in which two JSON documents differ."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted(old.keys() | new.keys()):
+            below = f"{path}.{key}" if path else str(key)
+            yield from changes(old.get(key, _ABSENT), new.get(key, _ABSENT), below)
+    elif old != new:
+        yield f"{path}: {_text(old)} -> {_text(new)}"
+
+
+def told(found: list[str]) -> str:
+    """Changes in one line, the first ten of them."""
+    more = f"; and {len(found) - SHOWN_CHANGES} more" if len(found) > SHOWN_CHANGES else ""
+    return "; ".join(found[:SHOWN_CHANGES]) + more
+
+
+class _Absent:
+    """Stands for a field that is not set."""
+
+
+_ABSENT = _Absent()
+
+
+def _text(value: object) -> str:
+    return "not set" if value is _ABSENT else json.dumps(value, ensure_ascii=False)
+
+
+def _deciding(document: Mapping[str, Any]) -> JsonObject:
+    spec = document.get("spec", {})
+    kept = {group: dict(spec[group]) for group in DECIDING_GROUPS if group in spec}
+    kept.get("dataset", {}).pop("cache", None)
+    kept["output"] = {"uri": spec.get("output", {}).get("uri")}
+    return {"metadata": {"name": document.get("metadata", {}).get("name")}, "spec": kept}
