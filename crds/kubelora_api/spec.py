@@ -23,6 +23,7 @@ from kubelora_api.values import (
     Prompt,
     PushPlace,
     Rank,
+    TextEncoder,
 )
 
 
@@ -96,6 +97,13 @@ class Adapter(ApiModel):
         "to_v, to_out.0), attention+feed_forward, all_linear (time and size embeddings too), or "
         "all (with convolutions).",
     )
+    text_encoders: Annotated[list[TextEncoder], Field(max_length=2), LIST_ATOMIC] = Field(
+        default_factory=list,
+        description="Text encoders that get an adapter too: text_encoder (CLIP ViT-L), "
+        "text_encoder_2 (OpenCLIP bigG), or both. With targets attention their q_proj, k_proj, "
+        "v_proj and out_proj, else fc1 and fc2 too. Text is then encoded anew in every step. "
+        "Default: none.",
+    )
     target_patterns: Annotated[list[Pattern], Field(max_length=64), LIST_ATOMIC, PatternItems] = (
         Field(
             default_factory=list,
@@ -107,7 +115,8 @@ class Adapter(ApiModel):
     rank_pattern: Annotated[dict[str, Rank], Field(max_length=64), MAP_ATOMIC, PatternKeys] = Field(
         default_factory=dict,
         description="Rank by module: keys are regular expressions matched against the end of a "
-        "module's name, the first that matches wins over rank.",
+        "module's name, the first that matches wins over rank. Names in text encoders begin with "
+        "text_encoder. or text_encoder_2.",
     )
     alpha_pattern: Annotated[dict[str, Alpha], Field(max_length=64), MAP_ATOMIC, PatternKeys] = (
         Field(default_factory=dict, description="Alpha by module, like rankPattern.")

@@ -10,6 +10,7 @@ from kubelora_api import places
 from kubelora_api.schema import Rule
 
 FloatType = Literal["bf16", "fp32"]
+TextEncoder = Literal["text_encoder", "text_encoder_2"]
 ComputeType = Literal["bf16", "fp16", "fp32"]
 
 

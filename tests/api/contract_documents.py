@@ -61,6 +61,12 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("rank too large", "spec/adapter/rank", 4096, "spec.adapter.rank"),
     Wrong("alpha 0", "spec/adapter/alpha", 0, "spec.adapter.alpha"),
     Wrong("unknown targets", "spec/adapter/targets", "atention", "spec.adapter.targets"),
+    Wrong(
+        "a third text encoder",
+        "spec/adapter/textEncoders",
+        ["text_encoder", "text_encoder_3"],
+        "spec.adapter.textEncoders[1]",
+    ),
     Wrong("bad target", "spec/adapter/targetPatterns", ["to_(q"], "spec.adapter.targetPatterns"),
     Wrong("empty target", "spec/adapter/targetPatterns", [""], "spec.adapter.targetPatterns"),
     Wrong("dropout of all", "spec/adapter/dropout", 1.0, "spec.adapter.dropout"),
@@ -433,6 +439,7 @@ RIGHT: dict[str, Document] = {
         {"uri": "pvc://models/sdxl.safetensors", "config": "pvc://models/sdxl-base"},
     ),
     "a warm start": changed("spec/adapter/from", "pvc://adapters/may/adapter/may.safetensors"),
+    "both text encoders": changed("spec/adapter/textEncoders", ["text_encoder", "text_encoder_2"]),
     "convolutions": changed("spec/adapter/targets", "all"),
     "target patterns": changed("spec/adapter/targetPatterns", [r"attn2\.to_[kv]", "conv1"]),
     "dropout and rsLora": changed(

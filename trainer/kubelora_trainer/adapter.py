@@ -6,7 +6,7 @@ that they depend on the seed and the module's name alone and not on what else wa
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,12 +17,12 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from kubelora_api.spec import Adapter
-from kubelora_trainer.adapter_targets import check_patterns, target_names
+from kubelora_trainer.adapter_targets import check_patterns, matching, target_names
 from kubelora_trainer.heavy_imports import FOR_QUANTISED_MODELS, not_found
 from kubelora_trainer.sgm_names import Part
 
 ADAPTER_NAME = "default"
-Block = Literal["down", "mid", "up", "embed"]
+Block = Literal["down", "mid", "up", "embed", "text_encoder", "text_encoder_2"]
 Init = Literal["kaiming", "gaussian", "orthogonal"]
 
 
@@ -31,7 +31,8 @@ class AdapterModule:
     """One layer's adapter: the layer's output gains ``alpha / rank * lora_b @ lora_a @ input``.
 
     part: the model that the layer belongs to. name: of the layer in it. group_block: where it
-    stands; embed is the time and size embedding and the outermost convolutions.
+    stands; embed is the time and size embedding and the outermost convolutions, a text encoder is
+    a block of its own.
     lora_a: down-projection, rank x inputs. lora_b: up-projection, outputs x rank. Of a
     convolution: rank x inputs x height x width, and outputs x rank x 1 x 1.
     """
@@ -43,6 +44,11 @@ class AdapterModule:
     rank: int
     alpha: float
     part: Part = "unet"
+
+    @property
+    def full_name(self) -> str:
+        """Unique over all parts: the UNet's layers by their own name."""
+        return full_name(self.part, self.name)
 
     @property
     def scale(self) -> float:
@@ -71,35 +77,70 @@ def trained_layers(
 
 
 def add_adapter(
-    unet: UNet2DConditionModel, adapter: Adapter, seed: int
+    unet: UNet2DConditionModel,
+    adapter: Adapter,
+    seed: int,
+    also_adapted: Sequence[str] | None = None,
 ) -> tuple[AdapterModule, ...]:
     """Add a trainable fp32 adapter to the frozen ``unet``, which computes the same as before.
 
+    also_adapted: full names of other parts' layers, which patterns may mean.
     Modules come in the order of the UNet's own modules. Without alpha it is ``adapter.rank``, for
     modules of another rank by rankPattern too, as in peft.
     Raises ConfigurationError for a pattern that matches no target.
     """
     targets = target_names(unet, adapter.targets, adapter.target_patterns)
-    check_patterns("rankPattern", adapter.rank_pattern, targets)
-    check_patterns("alphaPattern", adapter.alpha_pattern, targets)
-    config = LoraConfig(
-        r=adapter.rank,
-        lora_alpha=_plain(adapter.alpha if adapter.alpha is not None else adapter.rank),
-        target_modules=targets,
-        rank_pattern=dict(adapter.rank_pattern),
-        alpha_pattern={key: _plain(value) for key, value in adapter.alpha_pattern.items()},
-        use_rslora=adapter.rs_lora,
-        lora_dropout=adapter.dropout,
-        init_lora_weights=True,
+    adapted = targets if also_adapted is None else [*targets, *also_adapted]
+    check_patterns("rankPattern", adapter.rank_pattern, adapted)
+    check_patterns("alphaPattern", adapter.alpha_pattern, adapted)
+    config = peft_config(
+        adapter,
+        targets,
+        matching(adapter.rank_pattern, targets),
+        matching(adapter.alpha_pattern, targets),
     )
     # peft draws numbers that are replaced below, and looks for libraries of quantised layers.
     with torch.random.fork_rng(devices=[]), not_found(FOR_QUANTISED_MODELS):
         unet.add_adapter(config, adapter_name=ADAPTER_NAME)
+    return initialised_modules(unet, "unet", adapter.init, seed)
+
+
+def peft_config(
+    adapter: Adapter,
+    targets: list[str],
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+) -> LoraConfig:
+    """peft's configuration. ranks, alphas: by pattern, where they are not the adapter's own."""
+    return LoraConfig(
+        r=adapter.rank,
+        lora_alpha=_plain(adapter.alpha if adapter.alpha is not None else adapter.rank),
+        target_modules=targets,
+        rank_pattern=dict(ranks),
+        alpha_pattern={key: _plain(value) for key, value in alphas.items()},
+        use_rslora=adapter.rs_lora,
+        lora_dropout=adapter.dropout,
+        init_lora_weights=True,
+    )
+
+
+def initialised_modules(
+    model: nn.Module, part: Part, init: Init, seed: int
+) -> tuple[AdapterModule, ...]:
+    """The adapters in ``model``, fp32, lora_A drawn anew and lora_B 0."""
     return tuple(
-        _initialised(name, layer, adapter.init, seed)
-        for name, layer in unet.named_modules()
+        _initialised(part, name, layer, init, seed)
+        for name, layer in model.named_modules()
         if isinstance(layer, LoraLayer)
     )
+
+
+def full_name(part: Part, name: str) -> str:
+    """A layer's name, unique over all parts.
+
+    Of text encoders without ``text_model``, which versions of transformers have or have not.
+    """
+    return name if part == "unet" else f"{part}.{name.removeprefix('text_model.')}"
 
 
 def initial_down_projection(init: Init, rank: int, inputs: int, seed: int) -> torch.Tensor:
@@ -127,23 +168,26 @@ def module_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _initialised(name: str, layer: LoraLayer, init: Init, seed: int) -> AdapterModule:
+def _initialised(part: Part, name: str, layer: LoraLayer, init: Init, seed: int) -> AdapterModule:
     """B stays 0: a fresh adapter changes nothing."""
     for factor in (layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]):
         factor.to(torch.float32)
     down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
     rank, inputs = down.shape[0], down[0].numel()  # a convolution's patches are its inputs
     with torch.no_grad():
-        drawn = initial_down_projection(init, rank, inputs, module_seed(seed, name))
+        drawn = initial_down_projection(
+            init, rank, inputs, module_seed(seed, full_name(part, name))
+        )
         down.copy_(drawn.view_as(down))
         up.zero_()
     return AdapterModule(
         name=name,
-        group_block=block_of(name),
+        group_block=block_of(name) if part == "unet" else part,
         lora_a=down.requires_grad_(True),
         lora_b=up.requires_grad_(True),
         rank=rank,
         alpha=layer.scaling[ADAPTER_NAME] * rank,
+        part=part,
     )
 
 

@@ -1,13 +1,15 @@
 """Which layers get an adapter: by a name for a family of them, or by patterns over their names."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from torch import nn
 
 from kubelora_trainer.errors import ConfigurationError
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+T = TypeVar("T")
 FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
 
 
@@ -34,6 +36,11 @@ def target_names(unet: nn.Module, targets: str, patterns: Sequence[str] = ()) ->
 def matches(pattern: str, name: str) -> bool:
     """peft's rule: a pattern matches a whole name, or its end after a dot."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def matching(patterns: Mapping[str, T], names: Sequence[str]) -> dict[str, T]:
+    """Those that match a name; peft warns of any other."""
+    return {p: value for p, value in patterns.items() if any(matches(p, name) for name in names)}
 
 
 def check_patterns(field: str, patterns: Iterable[str], names: Sequence[str]) -> None:

@@ -102,6 +102,16 @@ def load_unet(
         return _part(UNet2DConditionModel, folder / "unet", variant, dtype, device)
 
 
+def load_text_encoder(
+    folder: Path, part: str, *, variant: str | None, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """One of the pipeline's text encoders alone, fresh and frozen. part: its subfolder."""
+    kind = CLIPTextModel if part == "text_encoder" else CLIPTextModelWithProjection
+    with quiet_libraries():
+        encoder: nn.Module = _part(kind, folder / part, variant, dtype, device)
+    return encoder
+
+
 def _part(
     kind: Any, folder: Path, variant: str | None, dtype: torch.dtype, device: torch.device
 ) -> Any:

@@ -100,12 +100,22 @@ NO_CACHE = DataCache()
 
 
 def open_cache(
-    folder: Path, base: BaseModel, dataset: Dataset, say: Callable[[str], None]
+    folder: Path,
+    base: BaseModel,
+    dataset: Dataset,
+    say: Callable[[str], None],
+    *,
+    text_trained: bool = False,
 ) -> DataCache:
-    """The cache in ``folder``, without what can't be cached rightly; ``say`` is told why."""
+    """The cache in ``folder``, without what can't be cached rightly; ``say`` is told why.
+
+    text_trained: whether a text encoder has an adapter.
+    """
     store = TensorStore(folder, lambda sentence: say(f"warning: {sentence}"))
     text = None
-    if dataset.settings.captions.shuffle_tags:
+    if text_trained:
+        say("cache: text is not cached, for what encodes it is trained (adapter.textEncoders)")
+    elif dataset.settings.captions.shuffle_tags:
         say("cache: text is not cached, for tags are shuffled anew each time (captions)")
     else:
         text = TextCache(store, _text_model(base))

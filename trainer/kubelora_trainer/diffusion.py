@@ -77,22 +77,22 @@ class SdxlObjective:
         self._training = spec.training
         self.order = dataset.order(spec.training.seed, spec.training.batch_size)
         self._cache = cache
-        self._text = TextConditions(base, cache.text)
+        self._text = TextConditions(base, cache.text, trained=bool(spec.adapter.text_encoders))
         self._share = share
         accumulation = spec.training.gradient_accumulation
         self._latents = LatentSource(
             base, dataset, self.order, cache.latents, lambda m: share.after(m, accumulation)
         )
-        self._dropout = AdapterDropout(base.unet)
+        self._dropout = AdapterDropout(base.unet, *base.text_encoders)
         if spec.training.gradient_checkpointing:
             base.unet.enable_gradient_checkpointing()
 
     def __call__(self, micro_step: int) -> MicroBatchLoss:
         """Forward pass of a micro-step (from 0). Call ``backward()`` on its ``loss_sum``."""
+        self._dropout.arm(self.order.samples_of(micro_step))
         batch = self.batch(micro_step)
         unet = self._base.unet
         dtype = unet.conv_in.weight.dtype
-        self._dropout.arm(self.order.samples_of(micro_step))
         predicted = unet(
             batch.noisy.to(dtype),
             batch.timesteps,
@@ -130,9 +130,11 @@ class SdxlObjective:
             one()
             tick(done + 1, len(work))
 
-    @torch.no_grad()
     def batch(self, micro_step: int) -> MicroBatch:
-        """Everything that a micro-step feeds to the UNet, on its device."""
+        """Everything that a micro-step feeds to the UNet, on its device.
+
+        Text carries a graph where its encoders are trained; nothing else does.
+        """
         draws = self.order.samples_of(micro_step)
         device, schedule = self._base.device, self._base.noise_scheduler
         drawn = self._latents.of(micro_step, draws)

@@ -18,12 +18,14 @@ from typing import Any, Literal
 import torch
 from diffusers import UNet2DConditionModel
 from safetensors.torch import save_file
+from torch import nn
 
 from kubelora_api.names import OutputPath, kohya_weights
 from kubelora_trainer.adapter import ADAPTER_NAME, TrainedLayer
 from kubelora_trainer.atomic_files import sync_folder, writing_to
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.kohya_file import common_alpha, kohya_metadata, kohya_state
+from kubelora_trainer.sgm_names import PARTS, Part
 
 DTYPES: dict[Literal["fp16", "bf16", "fp32"], torch.dtype] = {
     "fp16": torch.float16,
@@ -59,27 +61,39 @@ def export_diffusers(
     folder: Path,
     *,
     dtype: torch.dtype = torch.float32,
+    encoders: Mapping[Part, nn.Module] | None = None,
 ) -> ExportedFile:
     """Write ``folder/adapter/pytorch_lora_weights.safetensors``.
 
-    dtype: of the tensors in the file.
+    dtype: of the tensors in the file. encoders: the text encoders that have an adapter. Their keys
+    have ``text_model``, which every version of diffusers' loader takes off where it must.
     Raises NumericalError for weights that are not finite, ConfigurationError when the file can't
     be written.
     """
-    state = {
-        f"{one.module.name}.lora_{factor}.weight": tensor.to("cpu", dtype).contiguous()
-        for one in layers
-        for factor, tensor in (("A", one.lora_a), ("B", one.lora_b))
-    }
-    _check_finite(state, dtype)
+    models: dict[Part, nn.Module] = {"unet": unet, **(encoders or {})}
+    states: dict[Part, dict[str, torch.Tensor]] = {part: {} for part in PARTS}
+    for one in layers:
+        name = one.module.name
+        if one.module.part != "unet":
+            name = f"text_model.{name.removeprefix('text_model.')}"
+        for factor, tensor in (("A", one.lora_a), ("B", one.lora_b)):
+            key = f"{name}.lora_{factor}.weight"
+            states[one.module.part][key] = tensor.to("cpu", dtype).contiguous()
+    for state in states.values():
+        _check_finite(state, dtype)
+    metadata = {part: adapter_metadata(model) for part, model in models.items()}
 
     def write(path: Path) -> None:
         from diffusers import StableDiffusionXLPipeline  # needed at the end alone
 
         StableDiffusionXLPipeline.save_lora_weights(
             path.parent,
-            unet_lora_layers=state,
-            unet_lora_adapter_metadata=adapter_metadata(unet),
+            unet_lora_layers=states["unet"],
+            text_encoder_lora_layers=states["text_encoder"] or None,
+            text_encoder_2_lora_layers=states["text_encoder_2"] or None,
+            unet_lora_adapter_metadata=metadata["unet"],
+            text_encoder_lora_adapter_metadata=metadata.get("text_encoder"),
+            text_encoder_2_lora_adapter_metadata=metadata.get("text_encoder_2"),
             weight_name=path.name,
         )
 
@@ -130,9 +144,9 @@ def _check_finite(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
             )
 
 
-def adapter_metadata(unet: UNet2DConditionModel) -> dict[str, Any]:
+def adapter_metadata(model: Any) -> dict[str, Any]:
     """peft's configuration of the adapter, with sets sorted: equal adapters give equal files."""
-    config = unet.peft_config[ADAPTER_NAME].to_dict()
+    config = model.peft_config[ADAPTER_NAME].to_dict()
     return {
         key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
     }

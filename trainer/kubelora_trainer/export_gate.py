@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from torch import nn
 
 from kubelora_api.names import OutputPath
-from kubelora_trainer.adapter import ADAPTER_NAME, TrainedLayer
+from kubelora_trainer.adapter import ADAPTER_NAME, TrainedLayer, full_name
 from kubelora_trainer.base_model import load_unet
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.kohya_file import read_kohya
-from kubelora_trainer.sgm_names import kohya_names
+from kubelora_trainer.sgm_names import Part, kohya_names
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Largest relative error of rounding a number that is normal in the dtype (half its epsilon)."""
@@ -74,14 +74,14 @@ def verify_export(
         if file.name != Path(OutputPath.DIFFUSERS_WEIGHTS).name:
             compare_updates(file, trained, layers, dtype)
         _load_as_a_user(fresh, file)
-        _compare_layers(fresh, layers, file, dtype)
+        compare_layers(fresh, layers, file, dtype)
         check = ExportCheck(
             deviation=float((probe(fresh) - expected).norm()),
             effect=float((expected - without).norm()),
             output=float(expected.norm()),
             noise=noise,
         )
-        _judge(check, layers, dtype, file)
+        judge(check, layers, dtype, file)
         checks.append(check)
         fresh.delete_adapters(ADAPTER_NAME)
     return checks
@@ -140,26 +140,33 @@ def compare_updates(
         allowed += one.module.scale * float(steps)
         if not float((layer.update().double() - wanted).norm()) <= allowed:
             raise NumericalError(
-                f"The exported adapter {file} changes {one.module.name} otherwise than was trained."
+                f"The exported adapter {file} changes {one.module.full_name} otherwise than was "
+                "trained."
             )
 
 
-def _compare_layers(
-    fresh: UNet2DConditionModel, layers: Sequence[TrainedLayer], file: Path, dtype: torch.dtype
+def compare_layers(
+    fresh: nn.Module,
+    layers: Sequence[TrainedLayer],
+    file: Path,
+    dtype: torch.dtype,
+    part: Part = "unet",
 ) -> None:
     """Same layers, and the same numbers within the rounding of file and model.
+
+    fresh: the loaded model of ``part``. dtype: of the file's tensors.
 
     In diffusers' format each scale must be the trained one; a kohya file may have moved a part of
     it into the up-projection.
     """
-    wanted = [one for one in layers if one.module.part == "unet"]
+    wanted = [one for one in layers if one.module.part == part]
     loaded = {name: layer for name, layer in fresh.named_modules() if isinstance(layer, LoraLayer)}
     names = {one.module.name for one in wanted}
     if loaded.keys() != names:
         odd = sorted(loaded.keys() ^ names)
         raise NumericalError(
             f"The exported adapter {file} gives {len(loaded)} layers, {len(names)} were "
-            f"trained; the first that differs is {odd[0]}."
+            f"trained; the first that differs is {full_name(part, odd[0])}."
         )
     folded = file.name != Path(OutputPath.DIFFUSERS_WEIGHTS).name
     for one in wanted:
@@ -167,7 +174,7 @@ def _compare_layers(
         scale = layer.scaling[ADAPTER_NAME]
         if not folded and abs(scale - module.scale) > 1e-6 * abs(scale):
             raise NumericalError(
-                f"The exported adapter {file} scales {module.name} by {scale}, it was "
+                f"The exported adapter {file} scales {module.full_name} by {scale}, it was "
                 f"trained with {module.scale}: its alpha was lost."
             )
         up = layer.lora_B[ADAPTER_NAME].weight.double() * (scale / module.scale)
@@ -176,7 +183,7 @@ def _compare_layers(
             _close(up, one.lora_b, dtype, down.dtype, scale / module.scale)
         ):
             raise NumericalError(
-                f"The exported adapter {file} holds other weights for {module.name} than were "
+                f"The exported adapter {file} holds other weights for {module.full_name} than were "
                 "trained."
             )
 
@@ -199,20 +206,26 @@ def _close(
     return bool((loaded.double() - expected).norm() <= allowed)
 
 
-def _judge(
-    check: ExportCheck, layers: Sequence[TrainedLayer], dtype: torch.dtype, file: Path
+def judge(
+    check: ExportCheck,
+    layers: Sequence[TrainedLayer],
+    dtype: torch.dtype,
+    file: Path,
+    part: Part = "unet",
 ) -> None:
-    """dtype: of the file. A deep UNet in bf16 amplifies a single rounding to 1 % of its output."""
+    """Raise NumericalError for an output that rounding does not explain. dtype: of the file.
+
+    A deep UNet in bf16 amplifies a single rounding to 1 % of its output."""
     allowed = EFFECT_TOLERANCE[dtype] * check.effect + NOISE_ALLOWANCE * check.noise
     if not check.deviation <= allowed:
         raise NumericalError(
             f"The exported adapter {file} gives another output than the trained one: "
             f"deviation {check.deviation:.3g}, allowed {allowed:.3g}."
         )
-    trained_at_all = any(bool(one.lora_b.any()) for one in layers if one.module.part == "unet")
+    trained_at_all = any(bool(one.lora_b.any()) for one in layers if one.module.part == part)
     if trained_at_all and not check.effect > 0:
         raise NumericalError(
-            f"The exported adapter {file} changes nothing, though its lora_B is not zero."
+            f"The exported adapter {file} changes nothing in {part}, though its lora_B is not zero."
         )
 
 

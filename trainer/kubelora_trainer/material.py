@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from kubelora_api.names import OutputPath
-from kubelora_api.spec import JobSpec, Model
+from kubelora_api.spec import Adapter, JobSpec, Model
+from kubelora_api.values import TextEncoder
 from kubelora_trainer.adapter import AdapterModule, add_adapter
 from kubelora_trainer.atomic_files import writing_to
 from kubelora_trainer.base_model import BaseModel, load_base_model
@@ -28,13 +30,18 @@ from kubelora_trainer.places import resolve_input, resolve_output
 from kubelora_trainer.precision import DTYPES
 from kubelora_trainer.preflight_report import PreflightReport, report_text, write_report
 from kubelora_trainer.seats import ONLY_SEAT, Seat
+from kubelora_trainer.sgm_names import Part
 from kubelora_trainer.single_file import single_file_of, unpack
 from kubelora_trainer.sources import open_extra_sources, open_folder
+from kubelora_trainer.text_adapter import add_text_adapter
 from kubelora_trainer.threads import cpu_quota, thread_count, usable_cores
 from kubelora_trainer.warm_start import warm_start
 
 DEFAULT_CONFIG = "hf://stabilityai/stable-diffusion-xl-base-1.0"
 """Lends configurations and tokenizers to single-file models."""
+
+
+TEXT_PARTS: tuple[TextEncoder, TextEncoder] = ("text_encoder", "text_encoder_2")
 
 
 @dataclass(frozen=True)
@@ -47,10 +54,17 @@ class Material:
     objective: SdxlObjective
 
     @property
+    def trained_encoders(self) -> dict[Part, nn.Module]:
+        """Text encoders that have an adapter, by part."""
+        parts = {module.part for module in self.modules}
+        pairs = zip(TEXT_PARTS, self.base.text_encoders, strict=True)
+        return {part: encoder for part, encoder in pairs if part in parts}
+
+    @property
     def factors(self) -> list[Factor]:
         """Both factors of every module, in the modules' order."""
         return [
-            Factor(module.name, f"{module.group_block}.{name}", parameter)
+            Factor(module.full_name, f"{module.group_block}.{name}", parameter)
             for module in self.modules
             for name, parameter in (("lora_A", module.lora_a), ("lora_B", module.lora_b))
         ]
@@ -107,7 +121,7 @@ def open_material(
         prediction=spec.model.prediction_type,
         zero_terminal_snr=spec.model.zero_terminal_snr,
     )
-    modules = add_adapter(base.unet, spec.adapter, spec.training.seed)
+    modules = add_adapters(base, spec.adapter, spec.training.seed)
     if spec.adapter.from_:
         place = resolve_input(spec.adapter.from_, mounts, content="adapter")
         say(f"adapter: starts from {warm_start(modules, base.unet, place)}")
@@ -118,8 +132,24 @@ def open_material(
     )
     cache = NO_CACHE
     if spec.dataset.cache:
-        cache = open_cache(resolve_output(spec.dataset.cache, mounts), base, dataset, say)
+        cache = open_cache(
+            resolve_output(spec.dataset.cache, mounts),
+            base,
+            dataset,
+            say,
+            text_trained=bool(spec.adapter.text_encoders),
+        )
     return Material(base, modules, dataset, SdxlObjective(base, dataset, spec, cache, seat.share))
+
+
+def add_adapters(base: BaseModel, adapter: Adapter, seed: int) -> tuple[AdapterModule, ...]:
+    """Adapters of the text encoders that the job names, and of the UNet; the UNet's first."""
+    of_text: list[AdapterModule] = []
+    for part, encoder in zip(TEXT_PARTS, base.text_encoders, strict=True):
+        if part in adapter.text_encoders:
+            of_text += add_text_adapter(encoder, part, adapter, seed)
+    names = [module.full_name for module in of_text]
+    return (*add_adapter(base.unet, adapter, seed, names), *of_text)
 
 
 def _model_folder(model: Model, mounts: Mapping[str, Path], say: Callable[[str], None]) -> Path:

@@ -36,6 +36,7 @@ from kubelora_trainer.errors import (
 from kubelora_trainer.export import DTYPES as EXPORT_DTYPES
 from kubelora_trainer.export import Title, dtype_that_holds, export_diffusers, export_kohya
 from kubelora_trainer.export_gate import verify_export
+from kubelora_trainer.export_gate_text import verify_text_encoders
 from kubelora_trainer.exporter import Board, Exporter, TrainerMetrics
 from kubelora_trainer.gradient_dump import GradientDump
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
@@ -412,8 +413,9 @@ def _export(
         spec.dataset.resolution,
         base.noise_scheduler.config.prediction_type,
     )
+    encoders = material.trained_encoders
     exported = [
-        export_diffusers(base.unet, layers, folder.path, dtype=dtype),
+        export_diffusers(base.unet, layers, folder.path, dtype=dtype, encoders=encoders),
         export_kohya(base.unet.config, layers, folder.path, title, dtype=dtype),
     ]
     verify_export(
@@ -424,6 +426,15 @@ def _export(
         variant=spec.model.variant,
         dtype=dtype,
     )
+    verify_text_encoders(
+        base.folder,
+        [file.path for file in exported],
+        encoders,
+        layers,
+        unet_config=base.unet.config,
+        variant=spec.model.variant,
+        dtype=dtype,
+    )
     return [artifact_of(folder, file.path) for file in exported]
 
 
@@ -431,7 +442,7 @@ def _pairs_of(
     modules: tuple[AdapterModule, ...], weights: Mapping[str, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(lora_A, lora_B) of each module, in the modules' order."""
-    return [(weights[f"{m.name}.lora_A"], weights[f"{m.name}.lora_B"]) for m in modules]
+    return [(weights[f"{m.full_name}.lora_A"], weights[f"{m.full_name}.lora_B"]) for m in modules]
 
 
 def _draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None:

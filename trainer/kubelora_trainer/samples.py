@@ -14,7 +14,9 @@ import diffusers
 import torch
 from diffusers import UNet2DConditionModel
 from diffusers.image_processor import VaeImageProcessor
+from peft.tuners.lora import LoraLayer
 from PIL import Image, ImageDraw, ImageFont
+from torch import nn
 
 from kubelora_api.spec import Validation
 from kubelora_trainer.atomic_files import write_file, writing_to
@@ -43,14 +45,15 @@ def draw_samples(
     """
     if not validation.prompts:
         return []
-    with _undisturbed(unet):
+    models = (unet, *base.text_encoders)
+    with _undisturbed(models):
         pipeline = _pipeline(base, unet)
         left = [_draw(pipeline, base, validation, n, resolution) for n in _numbers(validation)]
-        unet.disable_adapters()
+        _switch_adapters(models, on=False)
         try:
             right = [_draw(pipeline, base, validation, n, resolution) for n in _numbers(validation)]
         finally:
-            unet.enable_adapters()
+            _switch_adapters(models, on=True)
     grids = [side_by_side(pair, LABELS) for pair in zip(left, right, strict=True)]
     return [_save(grid, folder / f"step-{step:06d}-{n}.png") for n, grid in enumerate(grids)]
 
@@ -122,18 +125,27 @@ def side_by_side(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.
 
 
 @contextmanager
-def _undisturbed(unet: UNet2DConditionModel) -> Iterator[None]:
+def _undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
     """Put back train or eval mode, what needs a gradient, and the random number generators."""
-    training = unet.training
-    trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
-    unet.eval()
+    training = [model.training for model in models]
+    trained = [p for model in models for p in model.parameters() if p.requires_grad]
+    for model in models:
+        model.eval()
     with torch.random.fork_rng():
         try:
             yield
         finally:
-            unet.train(training)
+            for model, mode in zip(models, training, strict=True):
+                model.train(mode)
             for parameter in trained:
                 parameter.requires_grad_(True)
+
+
+def _switch_adapters(models: Sequence[nn.Module], *, on: bool) -> None:
+    for model in models:
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer):
+                layer.enable_adapters(on)
 
 
 def _save(image: Image.Image, path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Text conditions as SDXL wants them, computed once a caption: the text encoders are frozen."""
+"""Text conditions as SDXL wants them: once a caption, or anew each time where they are trained."""
 
 from collections import OrderedDict
 
@@ -16,12 +16,18 @@ class TextConditions:
     Each caption is encoded alone, so that its numbers do not depend on what stood beside it.
     """
 
-    def __init__(self, base: BaseModel, cache: TextCache | None = None) -> None:
-        self._base, self._cache = base, cache
+    def __init__(
+        self, base: BaseModel, cache: TextCache | None = None, *, trained: bool = False
+    ) -> None:
+        """trained: whether a text encoder has an adapter; nothing is kept then."""
+        self._base, self._cache, self._trained = base, cache, trained
         self._kept: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
     def of(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states (n, 77, channels of both encoders) and pooled text (n, channels)."""
+        if self._trained:
+            anew = [encode_text(self._base, caption) for caption in captions]
+            return torch.cat([hidden for hidden, _ in anew]), torch.cat([p for _, p in anew])
         pairs = [self._pair(caption) for caption in captions]
         device = self._base.device
         return (
@@ -42,14 +48,14 @@ class TextConditions:
         """The caption's embeddings on the CPU, from disk or computed and put there."""
         kept = self._cache.get(caption) if self._cache else None
         if kept is None:
-            hidden, pooled = encode_text(self._base, caption)
+            with torch.no_grad():
+                hidden, pooled = encode_text(self._base, caption)
             kept = (hidden.cpu(), pooled.cpu())
             if self._cache:
                 self._cache.put(caption, *kept)
         return kept
 
 
-@torch.no_grad()
 def encode_text(base: BaseModel, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(1, 77, channels) of both encoders' last layer but one, and the second's pooled output.
 

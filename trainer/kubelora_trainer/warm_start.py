@@ -17,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from kubelora_api.names import OutputPath
-from kubelora_trainer.adapter import AdapterModule
+from kubelora_trainer.adapter import AdapterModule, full_name
 from kubelora_trainer.adapter_targets import matches
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.kohya_file import read_kohya
 from kubelora_trainer.model_folder import PICKLES
-from kubelora_trainer.sgm_names import kohya_names
+from kubelora_trainer.sgm_names import PARTS, kohya_names
 
 METADATA = "lora_adapter_metadata"
 ENDS = {".lora_A.weight": "down", ".lora.down.weight": "down"}
@@ -48,8 +48,8 @@ def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, pla
     not the adapter's.
     """
     file = lora_file(place)
-    found = _read(file, unet)
-    by_name = {module.name: module for module in modules}
+    found = _read(file, unet, modules)
+    by_name = {module.full_name: module for module in modules}
     only_file, only_job = found.keys() - by_name.keys(), by_name.keys() - found.keys()
     if only_file:
         raise ConfigurationError(
@@ -86,7 +86,9 @@ def lora_file(place: Path) -> Path:
     raise ConfigurationError(f"adapter.from: {place} holds {what}.")
 
 
-def _read(file: Path, unet: UNet2DConditionModel) -> dict[str, FoundLayer]:
+def _read(
+    file: Path, unet: UNet2DConditionModel, modules: Sequence[AdapterModule]
+) -> dict[str, FoundLayer]:
     try:
         with safe_open(file, framework="pt") as opened:
             keys, metadata = list(opened.keys()), opened.metadata() or {}
@@ -95,18 +97,19 @@ def _read(file: Path, unet: UNet2DConditionModel) -> dict[str, FoundLayer]:
                 f"adapter.from: {file} is a DoRA, whose magnitudes this trainer does not train."
             )
         if all(key.startswith("lora_") for key in keys):
-            return _from_kohya(file, unet)
+            return _from_kohya(file, unet, modules)
         return _from_diffusers(load_file(file), metadata)
     except (SafetensorError, OSError, ValueError) as error:
         raise ConfigurationError(f"adapter.from: {file} can't be read: {error}.") from error
 
 
-def _from_kohya(file: Path, unet: UNet2DConditionModel) -> dict[str, FoundLayer]:
-    """Layers by their name in diffusers; keys in sgm's names, or in diffusers' with underscores."""
-    layers = [name for name, module in unet.named_modules() if hasattr(module, "base_layer")]
-    names = {f"lora_unet_{name.replace('.', '_')}": name for name in layers}
-    stems = kohya_names(unet.config, (("unet", name) for name in layers))
-    names |= {stem: name for (_, name), stem in stems.items()}
+def _from_kohya(
+    file: Path, unet: UNet2DConditionModel, modules: Sequence[AdapterModule]
+) -> dict[str, FoundLayer]:
+    """Layers by their full name; keys in sgm's names, or in diffusers' with underscores."""
+    names = {f"lora_unet_{m.name.replace('.', '_')}": m.name for m in modules if m.part == "unet"}
+    stems = kohya_names(unet.config, ((m.part, m.name) for m in modules))
+    names |= {stem: full_name(part, name) for (part, name), stem in stems.items()}
     return {
         names.get(stem, stem): FoundLayer(layer.down, layer.up, layer.scale)
         for stem, layer in read_kohya(file).items()
@@ -123,7 +126,7 @@ def _from_diffusers(
         end = next((end for end in ENDS if key.endswith(end)), None)
         if end is None:
             raise ValueError(f"{key} is no key of a LoRA in diffusers' or kohya's format")
-        name = key.removesuffix(end).removeprefix("unet.")
+        name = key.removesuffix(end).removeprefix("unet.").replace(".text_model.", ".", 1)
         factors.setdefault(name, {})[ENDS[end]] = tensor
     half = next((name for name, pair in factors.items() if len(pair) == 1), None)
     if half is not None:
@@ -136,29 +139,32 @@ def _from_diffusers(
 
 def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
     """As peft reads its configuration: the first pattern that matches wins."""
-    if "unet.lora_alpha" not in config:
+    part, _, inside = name.partition(".")
+    if part not in PARTS:
+        part, inside = "unet", name
+    if f"{part}.lora_alpha" not in config:
         return 1.0
-    patterns: Mapping[str, float] = config.get("unet.alpha_pattern") or {}
-    own = (value for pattern, value in patterns.items() if matches(pattern, name))
-    alpha = float(next(own, config["unet.lora_alpha"]))
-    return alpha / (math.sqrt(rank) if config.get("unet.use_rslora") else rank)
+    patterns: Mapping[str, float] = config.get(f"{part}.alpha_pattern") or {}
+    own = (value for pattern, value in patterns.items() if matches(pattern, inside))
+    alpha = float(next(own, config[f"{part}.lora_alpha"]))
+    return alpha / (math.sqrt(rank) if config.get(f"{part}.use_rslora") else rank)
 
 
 def _check_shapes(layer: FoundLayer, module: AdapterModule, file: Path) -> None:
     rank = layer.down.shape[0]
     if rank != module.rank:
         raise ConfigurationError(
-            f"adapter.from: {file} has rank {rank} at {module.name}, this job {module.rank}: set "
-            f"adapter.rank or rankPattern to {rank}."
+            f"adapter.from: {file} has rank {rank} at {module.full_name}, this job {module.rank}: "
+            f"set adapter.rank or rankPattern to {rank}."
         )
     found = (tuple(layer.down.shape), tuple(layer.up.shape))
     wanted = (tuple(module.lora_a.shape), tuple(module.lora_b.shape))
     if found != wanted:
         raise ConfigurationError(
-            f"adapter.from: {file} has shapes {found[0]} and {found[1]} at {module.name}, this "
-            f"model {wanted[0]} and {wanted[1]}: it is for another base model."
+            f"adapter.from: {file} has shapes {found[0]} and {found[1]} at {module.full_name}, "
+            f"this model {wanted[0]} and {wanted[1]}: it is for another base model."
         )
     if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
         raise ConfigurationError(
-            f"adapter.from: {file} holds values at {module.name} that are not finite."
+            f"adapter.from: {file} holds values at {module.full_name} that are not finite."
         )
