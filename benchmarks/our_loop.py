@@ -25,6 +25,7 @@ from kubelora_api.report import RunReport
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
+from kubelora_trainer.judging import facts_of
 from kubelora_trainer.material import open_material
 from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.order import plan_of
@@ -58,6 +59,7 @@ class OurLoop:
         reporter = Reporter(
             slots=buffers.slots,
             policy=spec.health,
+            facts=facts_of(spec.training, buffers, 100_000),
             metrics=TrainerMetrics(registry, precision),
             exporter=self._exporter,
             run_log=RunLog(folder, buffers.slots, 0),
