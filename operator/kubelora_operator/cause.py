@@ -48,9 +48,8 @@ def cause_of(seen: Observation, child: Child) -> Cause:
     pod = _failed_pod(seen.pods_of(child.attempt), code)
     if code is not None and (judged := _by_contract(code, pod)):
         return judged
-    witnesses = (
-        seen.pods_of(child.attempt) if pod and pod.exit_code == ExitCode.PEER_LOST else (pod,)
-    )
+    lost_peer = pod is not None and pod.exit_code == ExitCode.PEER_LOST
+    witnesses = seen.pods_of(child.attempt) if lost_peer else (pod,)
     if _DISRUPTION in told.message or any(p.disrupted for p in witnesses if p):
         return Cause(
             Cost.FREE,

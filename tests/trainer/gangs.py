@@ -30,11 +30,11 @@ def run_gang(
     if size == 1:
         return (RankEnd(0, 0),), [work(ALONE, StopRequest())]
     layout = Layout(1, 0, size, LOOPBACK, 0)
-    ends = launch(partial(_in_rank, work, results), layout, stop, start_method="fork", grace=grace)
+    ends = launch(partial(in_rank, work, results), layout, stop, start_method="fork", grace=grace)
     return ends, [_read(results / f"{rank}.json") for rank in range(size)]
 
 
-def _in_rank(work: InGang, results: Path, seat: Seat, stop: StopRequest) -> None:
+def in_rank(work: InGang, results: Path, seat: Seat, stop: StopRequest) -> None:
     gang = join_gang(seat, torch.device("cpu"), lambda: stop.requested)
     (results / f"{seat.rank}.json").write_text(json.dumps(work(gang, stop)))
 

@@ -1,11 +1,14 @@
 """Several ranks train what one rank trains: the same samples, weights and order, stopped as one."""
 
+import json
 import math
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,15 @@ import torch
 from kubelora_api.names import ExitCode
 from kubelora_trainer.errors import Interrupted
 from kubelora_trainer.gang import Gang, checksum
-from kubelora_trainer.launch import deciding, exit_code_of, sentence_of
+from kubelora_trainer.launch import deciding, exit_code_of, launch, sentence_of
 from kubelora_trainer.order import Plan, SampleOrder, Share
 from kubelora_trainer.precision import PrecisionPlan
 from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.seats import Layout
 from kubelora_trainer.step_numbers import StepNumbers
 from kubelora_trainer.stop_request import StopRequest
 from tests.trainer.engine import Engine, Loss, objective_of
-from tests.trainer.gangs import InGang, run_gang
+from tests.trainer.gangs import InGang, in_rank, run_gang
 
 FP32 = PrecisionPlan(torch.float32, torch.float32, torch.float32)
 BF16 = PrecisionPlan(torch.bfloat16, torch.float32, torch.float32)
@@ -215,3 +219,27 @@ def test_a_killed_rank_ends_the_gang(tmp_path: Path) -> None:
     assert not any(end.by_us for end in ends), "the other rank noticed by itself"
     assert exit_code_of(deciding(ends)) == 137
     assert "rank 1 of 2 was killed by SIGKILL" in sentence_of(deciding(ends), 2)
+
+
+def test_the_ranks_of_two_nodes_meet_at_the_first_nodes_address(tmp_path: Path) -> None:
+    """Two launchers, as in two pods; the second is there before the meeting place is."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    second = os.fork()
+    if second == 0:
+        os._exit(_node(1, port, tmp_path))
+    time.sleep(0.3)
+    assert _node(0, port, tmp_path) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) == 0
+    _, (alone,) = run_gang(1, train_engine(tmp_path / "1"), tmp_path / "a")
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert ranks[0]["masters"] == ranks[1]["masters"]
+    assert ranks[0]["masters"] == pytest.approx(alone["masters"], rel=0, abs=2e-7)
+    assert (ranks[0]["seen"][:2], ranks[1]["seen"][:2]) == ([0, 2], [1, 4])
+
+
+def _node(node: int, port: int, folder: Path) -> int:
+    """One node's launcher, with one rank; its exit code."""
+    layout = Layout(nodes=2, node=node, ranks_per_node=1, address="localhost", port=port)
+    work = partial(in_rank, train_engine(folder / "n"), folder)
+    return exit_code_of(deciding(launch(work, layout, lambda: False, start_method="fork")))

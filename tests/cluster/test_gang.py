@@ -1,0 +1,220 @@
+"""A gang of two pods that train one adapter, on a real cluster: found, done, deleted, killed.
+
+The product as it is installed: the chart's operator with its own rights, the trainer's image.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kubelora_trainer.demo import create_demo
+
+from .harness import volumes
+from .harness.images import Images
+from .harness.kubectl import Helm, Kubectl
+from .harness.probes import wait_until
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "kubelora"
+SYSTEM = "kubelora-gang-system"
+RELEASE = "kubelora-gang"
+LOST_CHILD = """
+import os, signal
+ranks = []
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        words = open(f"/proc/{pid}/cmdline").read()
+        parent = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+    except OSError:
+        continue
+    if parent == 1 and "spawn_main" in words:
+        ranks.append(int(pid))
+(rank,) = ranks
+os.kill(rank, signal.SIGKILL)
+"""
+"""Run in a pod: kills its only rank, a process that the command has started."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """kubectl: within the namespace of the jobs. output: the claim's folder on this machine."""
+
+    kubectl: Kubectl
+    output: Path
+
+    def status(self, job: str) -> dict[str, Any]:
+        found: Any = self.kubectl.get("ltj", job)
+        status: dict[str, Any] = found.get("status", {})
+        return status
+
+    def condition(self, job: str, kind: str) -> dict[str, Any]:
+        conditions = self.status(job).get("conditions", [])
+        return next((c for c in conditions if c["type"] == kind), {})
+
+    def pods(self, job: str, attempt: int) -> list[Any]:
+        """By index."""
+        selector = f"kubelora.dev/job={job},kubelora.dev/attempt={attempt}"
+        found: list[Any] = list(self.kubectl.items("pods", "-l", selector))
+        return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
+
+    def owned(self, job: str) -> list[str]:
+        kinds = "jobs,pods,configmaps,services"
+        return self.kubectl("get", kinds, "-l", f"kubelora.dev/job={job}", "-o", "name").split()
+
+    def describe(self, job: str) -> str:
+        """For the message of a test that waited in vain."""
+        told = self.kubectl.attempt("describe", "ltj", job).stdout
+        for name in self.kubectl(
+            "get", "pods", "-l", f"kubelora.dev/job={job}", "-o", "name"
+        ).split():
+            told += f"\n--- {name}\n" + self.kubectl.attempt("logs", name, "--tail=20").stdout
+        return told
+
+    def trains(self, job: str, attempt: int) -> bool:
+        """Whether this attempt has been heard to have done more than its first steps."""
+        status = self.status(job)
+        running = self.condition(job, "Running")
+        return (
+            status.get("attempt") == attempt
+            and running.get("reason") == "Training"
+            and status.get("progress", {}).get("step", 0) > 3
+        )
+
+
+@pytest.fixture(scope="module")
+def scene(
+    kubectl: Kubectl,
+    helm: Helm,
+    images: Images,
+    is_local_cluster: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Scene]:
+    if not is_local_cluster:
+        pytest.skip("claims on folders of this machine need the harness's own cluster")
+    folder = tmp_path_factory.mktemp("gang")
+    demo = create_demo(folder / "demo", "small")
+    namespace = f"gang-{secrets.token_hex(3)}"
+    kubectl("create", "namespace", namespace)
+    for claim, path in (("model", demo.model), ("data", demo.photos), ("output", folder / "out")):
+        volumes.claim_directory(kubectl, namespace, claim, path)
+    _install(helm, images)
+    yield Scene(kubectl.within(namespace), folder / "out")
+    kubectl("delete", "namespace", namespace, "--timeout=240s", timeout=260)
+    volumes.release_volumes(kubectl, namespace)
+    with contextlib.suppress(Exception):
+        helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait")
+    kubectl("delete", "namespace", SYSTEM, "--ignore-not-found", "--timeout=120s")
+
+
+def _install(helm: Helm, images: Images) -> None:
+    operator, _, operator_tag = images.operator.rpartition(":")
+    trainer, _, trainer_tag = images.trainer.rpartition(":")
+    values = {
+        "image": {"repository": operator, "tag": operator_tag},
+        "trainer": {"image": {"repository": trainer, "tag": trainer_tag}},
+        "operator": {"pollSeconds": 2},
+    }
+    path = helm.home / "gang.yaml"
+    path.write_text(yaml.safe_dump(values))
+    helm(
+        *("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace"),
+        *("--values", str(path), "--wait", "--timeout", "180s"),
+        "--take-ownership",  # of the CRD, which outlives a release and other tests
+    )
+
+
+def job(name: str, steps: int) -> dict[str, object]:
+    """Two pods of one CPU rank each, three micro-batches a window: shares of two and one."""
+    return {
+        "apiVersion": "kubelora.dev/v1alpha1",
+        "kind": "LoraTrainingJob",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"uri": "pvc://model"},
+            "dataset": {"uri": "pvc://data", "resolution": 64},
+            "adapter": {"rank": 4},
+            "training": {"steps": steps, "gradientAccumulation": 3, "device": "cpu"},
+            "checkpoint": {"everySteps": 10},
+            "output": {"uri": f"pvc://output/{name}"},
+            "workers": {"nodes": 2, "gpusPerNode": 1},
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def short(scene: Scene) -> Scene:
+    scene.kubectl.apply(job("short", 30))
+    return scene
+
+
+def test_two_pods_with_a_name_each_train_one_adapter(short: Scene) -> None:
+    def complete() -> bool:
+        return short.condition("short", "Complete").get("status") == "True"
+
+    assert wait_until(complete, 300), short.describe("short")
+    status = short.status("short")
+    assert (status["attempt"], status.get("restarts", 0)) == (1, 0)
+    assert status["progress"]["step"] == 30
+    uris = [artifact["uri"] for artifact in status["artifacts"]]
+    assert "pvc://output/short/adapter/pytorch_lora_weights.safetensors" in uris
+    manifest = json.loads((short.output / "short" / "manifest.json").read_text())
+    assert (manifest["state"], manifest["attempt"]) == ("Done", 1)
+
+
+def test_the_pods_found_each_other_by_the_service(short: Scene) -> None:
+    pods = short.pods("short", 1)
+    index = "batch.kubernetes.io/job-completion-index"
+    assert [p["metadata"]["annotations"][index] for p in pods] == ["0", "1"]
+    services: list[Any] = list(short.kubectl.items("services", "-l", "kubelora.dev/job=short"))
+    (service,) = services
+    assert service["spec"]["clusterIP"] == "None"
+    assert {p["spec"]["subdomain"] for p in pods} == {service["metadata"]["name"]}
+    second = short.kubectl("logs", pods[1]["metadata"]["name"])
+    assert "rank 1 of 2 trains with rank 0" in second
+    assert "step=" not in second
+    assert "step=30/30" in short.kubectl("logs", pods[0]["metadata"]["name"])
+
+
+def test_deleting_the_job_leaves_nothing_behind(short: Scene) -> None:
+    assert any(name.startswith("service/") for name in short.owned("short"))
+    short.kubectl("delete", "ltj", "short", "--timeout=60s")
+    assert wait_until(lambda: short.owned("short") == [], 120), short.owned("short")
+
+
+@pytest.fixture(scope="module")
+def long(scene: Scene) -> Scene:
+    scene.kubectl.apply(job("long", 100_000))
+    assert wait_until(lambda: scene.trains("long", 1), 180), scene.describe("long")
+    return scene
+
+
+def test_a_deleted_pod_stops_the_gang_with_a_checkpoint_and_costs_no_restart(long: Scene) -> None:
+    second = long.pods("long", 1)[1]["metadata"]["name"]
+    long.kubectl("delete", "pod", second, "--wait=false")
+    assert wait_until(lambda: long.trains("long", 2), 240), long.describe("long")
+    assert long.status("long").get("restarts", 0) == 0
+    assert "resuming from" in long.kubectl("logs", long.pods("long", 2)[0]["metadata"]["name"])
+
+
+def test_a_killed_rank_ends_the_gang_and_the_cause_is_told(long: Scene) -> None:
+    assert wait_until(lambda: long.trains("long", 2), 240), long.describe("long")
+    second = long.pods("long", 2)[1]["metadata"]["name"]
+    long.kubectl("exec", second, "--", "python3", "-c", LOST_CHILD)
+
+    def told() -> str:
+        return str(long.condition("long", "Restarting").get("message", ""))
+
+    assert wait_until(lambda: "rank 1 of 2 was killed by SIGKILL" in told(), 120), long.describe(
+        "long"
+    )
+    assert wait_until(lambda: long.trains("long", 3), 240), long.describe("long")
+    assert long.status("long")["restarts"] == 1
