@@ -1,5 +1,6 @@
 """The working-copy scheme: same weights as fp32 under autocast, and sums that lose nothing."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,13 @@ def unet_inputs(folder: Path, seed: int) -> dict[str, object]:
     }
 
 
-def adapted_unet(folder: Path) -> tuple[nn.Module, tuple[AdapterModule, ...]]:
+def adapted_unet(
+    folder: Path, adapter: Adapter, checkpointing: bool
+) -> tuple[nn.Module, tuple[AdapterModule, ...]]:
     unet = load_unet(folder, variant=None, dtype=BF16, device=torch.device("cpu"))
-    return unet, add_adapter(unet, Adapter(rank=4), seed=3)
+    if checkpointing:
+        unet.enable_gradient_checkpointing()
+    return unet, add_adapter(unet, adapter, seed=3)
 
 
 def factors_of(modules: tuple[AdapterModule, ...]) -> list[Factor]:
@@ -68,15 +73,25 @@ def loss_of(unet: nn.Module, inputs: dict[str, object]) -> Tensor:
     return loss
 
 
-def test_twenty_steps_equal_fp32_parameters_under_autocast_bit_by_bit(demo: DemoPaths) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "checkpointing", "steps"),
+    [
+        (Adapter(rank=4), False, 20),
+        (Adapter(rank=4, targets="all", rs_lora=True, rank_pattern={"conv1": 3}), True, 6),
+    ],
+    ids=["attention", "all with convolutions, checkpointing"],
+)
+def test_steps_equal_fp32_parameters_under_autocast_bit_by_bit(
+    demo: DemoPaths, adapter: Adapter, checkpointing: bool, steps: int
+) -> None:
     inputs = [unet_inputs(demo.model, seed) for seed in range(4)]
-    plain_unet, plain_modules = adapted_unet(demo.model)
-    flat_unet, flat_modules = adapted_unet(demo.model)
+    plain_unet, plain_modules = adapted_unet(demo.model, adapter, checkpointing)
+    flat_unet, flat_modules = adapted_unet(demo.model, adapter, checkpointing)
     parameters = {f.name: f.parameter for f in factors_of(plain_modules)}
     reference = torch.optim.AdamW(parameters.values(), lr=1e-3, weight_decay=0.01, fused=True)
     buffers = AdapterBuffers(factors_of(flat_modules), DEFAULT)
     optimizer = FlatAdamW(buffers, Optimizer())
-    for step in range(20):
+    for step in range(steps):
         for micro_step in range(2):
             loss_of(plain_unet, inputs[(2 * step + micro_step) % 4]).backward()
             loss_of(flat_unet, inputs[(2 * step + micro_step) % 4]).backward()
@@ -152,6 +167,34 @@ def test_every_plan_gives_the_types_it_names(plan: PrecisionPlan) -> None:
     tolerance = 2**-8 if BF16 in (plan.compute, plan.masters) else 1e-6
     assert float(weight.parameter.detach()[0, 0]) == pytest.approx(0.899, abs=tolerance)
     buffers.assert_bound()
+
+
+def held_bytes() -> int:
+    """Bytes of all tensors that are alive, each storage once."""
+    tensors = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    "plan", [DEFAULT, PrecisionPlan(FP32, FP32, FP32), PrecisionPlan(BF16, FP32, BF16)], ids=str
+)
+def test_the_memory_that_is_told_at_the_start_is_what_the_tensors_hold(
+    plan: PrecisionPlan,
+) -> None:
+    """Of the adapter's own fp32 parameters nothing is left; AdamW counts steps in 4 bytes each."""
+    before = held_bytes()
+    factors = [
+        Factor("layer", f"{block}.lora_{ab}", nn.Parameter(torch.zeros(64, 1000)))
+        for block in ("down", "up")
+        for ab in "AB"
+    ]
+    buffers = AdapterBuffers(factors, plan)
+    optimizer = FlatAdamW(buffers, Optimizer())
+    held = held_bytes() - before - 4 * len(factors)
+    told = buffers.numel * sum(plan.bytes_per_parameter().values()) + optimizer.state_bytes
+    assert buffers.numel == 256_000
+    assert held == told
 
 
 def test_memory_is_shared_where_types_agree() -> None:
