@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.optimizer import AdapterOptimizer
 from kubelora_trainer.optimizer_choice import open_optimizer, rate_warning
 from kubelora_trainer.precision import PrecisionPlan
+from tests.trainer.engine import Engine
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAN = PrecisionPlan(BF16, FP32, FP32)
@@ -235,3 +237,11 @@ def test_a_rate_that_prodigy_would_drown_in_is_told() -> None:
     assert sentence is not None
     assert "learningRate is 0.0001, and prodigy multiplies" in sentence
     assert rate_warning(Training(steps=1, learning_rate=1e-4)) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_watchdog_judges_a_run_of_every_optimizer(tmp_path: Path, name: OptimizerName) -> None:
+    engine = Engine(tmp_path, rank=64, width=64, steps=12, optimizer={"name": name})
+    engine.train()
+    assert engine.reporter.watch.verdict == "Healthy"
+    assert "UpdatesLost" in engine.reporter.watch.judged

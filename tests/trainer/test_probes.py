@@ -246,9 +246,16 @@ def test_damping_is_the_mean_share_of_the_denominator_that_is_not_eps() -> None:
     assert float(probe.damping[0]) == pytest.approx((0.5 + 0.75) / 2, rel=1e-6)
 
 
+def test_without_momentum_a_weight_with_a_gradient_was_meant_to_move() -> None:
+    # The first moves, the second should have, the third has no gradient.
+    buffers = buffers_of([1.0, 1.0, 1.0])
+    buffers.gradient.copy_(torch.tensor([1.0, 1.0, 0.0]))
+    probe = probed_update(buffers, Memory(), [0.5, 0.0, 0.0])
+    assert float(probe.lost[0]) == pytest.approx(1 / 3)
+
+
 def test_an_optimizer_without_moments_gives_the_change_alone() -> None:
     probe = probed_update(buffers_of([1.0]), Memory(), [0.5])
     assert float(probe.scale[0]) == 0.5
-    assert math.isnan(float(probe.lost[0]))
     assert math.isnan(float(probe.stuck[0]))
     assert math.isnan(float(probe.damping[0]))

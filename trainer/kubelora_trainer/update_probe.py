@@ -54,7 +54,8 @@ class Moments(Protocol):
 class UpdateProbe:
     """Measures one optimizer step. All results fp64 on the device.
 
-    lost (groups): share of weights that kept their bits although their momentum is not zero.
+    lost (groups): share of weights that kept their bits although their momentum (their gradient,
+    where the optimizer keeps no momentum in this form) is not zero.
     scale (groups), slot_scale (slots): root mean square of the change, divided by the slot's
     rate scale and not yet by the rate.
     stuck (groups): share of second moments that kept their bits, of those whose squared gradient
@@ -96,9 +97,10 @@ class UpdateProbe:
         squares = (change if self._rate_scale is None else change / self._rate_scale).square()
         self.scale = self._sample.mean(squares).sqrt()
         self.slot_scale = (self._slots.of(squares) / self._slots.counts).sqrt()
-        first = self._taken(self._moments.first_moment)
-        if first is not None:
-            self.lost = self._sample.mean(((now == before) & (first != 0)).double())
+        first = self._moments.first_moment
+        # Without momentum a step follows the gradient.
+        meant = self._sample.take(self._buffers.optimizer_gradient if first is None else first)
+        self.lost = self._sample.mean(((now == before) & (meant != 0)).double())
         second = self._taken(self._moments.second_moment)
         if second is not None and second_before is not None:
             gradient = self._sample.take(self._buffers.optimizer_gradient)
