@@ -212,6 +212,12 @@ class Training(ApiModel):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: slower, less memory."
     )
+    compile: bool = Field(
+        False,
+        description="true compiles the UNet (torch.compile; needs a C compiler, which the "
+        "trainer's image has). Its first gradient is compared with the uncompiled one; where they "
+        "differ, the run goes on without. Default false.",
+    )
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
         0, description="Seed of every random draw. Default 0."
     )

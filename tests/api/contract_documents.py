@@ -290,6 +290,7 @@ WRONG: tuple[Wrong, ...] = (
         {"dumpGradients": {"modules": ["to_(q"]}},
         "spec.health.dumpGradients.modules",
     ),
+    Wrong("compile as text", "spec/training/compile", "yes", "spec.training.compile"),
     Wrong("unknown policy", "spec/health", {"policy": "warn"}, "spec.health.policy"),
     Wrong("keep no checkpoint", "spec/checkpoint", {"keep": 0}, "spec.checkpoint.keep"),
     Wrong("workers 0", "spec/workers", {"nodes": 0}, "spec.workers.nodes"),
@@ -428,6 +429,7 @@ RIGHT: dict[str, Document] = {
     ),
     "pushed to a bucket": changed("spec/output/push", "s3://adapters/bottles"),
     "pushed to the hub": changed("spec/output/push", "hf://studio/bottles@may"),
+    "compiled": changed("spec/training/compile", True),
     "a file in fp16": changed("spec/output/dtype", "fp16"),
     "v-prediction with zero terminal SNR": changed(
         "spec/model",

@@ -117,6 +117,17 @@ class AdapterBuffers:
         master.grad = slot.of(self.optimizer_gradient)
         return master
 
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """No parameter has a gradient meanwhile; the buffer keeps them and they are bound again."""
+        for slot in self.slots:
+            slot.factor.parameter.grad = None
+        try:
+            yield
+        finally:
+            for slot in self.slots:
+                slot.factor.parameter.grad = slot.of(self.gradient)
+
     def zero_gradient(self) -> None:
         """Begin a window. ``zero_grad()`` must never be called: it would drop the views."""
         self.gradient.zero_()

@@ -10,6 +10,7 @@ the UNet is in its compute dtype already; latents, time ids, noise and the loss 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -61,7 +62,10 @@ class MicroBatch:
 
 
 class SdxlObjective:
-    """Loss of any micro-step, a pure function of the micro-step and of the adapter's weights."""
+    """Loss of any micro-step, a pure function of the micro-step and of the adapter's weights.
+
+    forward: what calls the UNet: the module itself, or what a compiler made of it.
+    """
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class SdxlObjective:
             base, dataset, self.order, cache.latents, lambda m: share.after(m, accumulation)
         )
         self._dropout = AdapterDropout(base.unet, *base.text_encoders)
+        self.forward: Callable[..., Any] = base.unet
         if spec.training.gradient_checkpointing:
             base.unet.enable_gradient_checkpointing()
 
@@ -91,9 +96,8 @@ class SdxlObjective:
         """Forward pass of a micro-step (from 0). Call ``backward()`` on its ``loss_sum``."""
         self._dropout.arm(self.order.samples_of(micro_step))
         batch = self.batch(micro_step)
-        unet = self._base.unet
-        dtype = unet.conv_in.weight.dtype
-        predicted = unet(
+        dtype = self._base.unet.conv_in.weight.dtype
+        predicted = self.forward(
             batch.noisy.to(dtype),
             batch.timesteps,
             batch.text.to(dtype),

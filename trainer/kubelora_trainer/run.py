@@ -24,6 +24,7 @@ from kubelora_trainer.category_losses import CategoryLosses
 from kubelora_trainer.checkpoint import RunPosition, save_checkpoint
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
+from kubelora_trainer.compilation import compile_checked
 from kubelora_trainer.counting import counting
 from kubelora_trainer.ending import conclude
 from kubelora_trainer.errors import (
@@ -159,6 +160,8 @@ def _train_and_export(
     categories = CategoryLosses([s.category for s in dataset.samples], material.base.device)
     tail = run.gang.tail_elements(categories.sums.numel())
     buffers = AdapterBuffers(material.factors, precision, tail)
+    if spec.training.compile:
+        compile_checked(material.objective, buffers, run.say, run.warn)
     scales = rate_scales(buffers.slots, spec.training)
     optimizer = open_optimizer(buffers, spec.training.optimizer, scales)
     average = open_average(buffers, spec.training.ema)
