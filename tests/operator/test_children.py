@@ -242,6 +242,14 @@ def test_the_claim_of_the_lora_to_start_from_is_read() -> None:
     assert mounts["/kubelora/claims/loras"] is True
 
 
+def test_the_claim_that_lends_configurations_to_a_single_file_is_read() -> None:
+    model = {"uri": "pvc://models/a.safetensors", "config": "pvc://pipelines/sdxl"}
+    pod = build_job(parse_job(document(model=model)), 1, "trainer:1")["spec"]["template"]["spec"]
+    mounts = {m["mountPath"]: m.get("readOnly") for m in pod["containers"][0]["volumeMounts"]}
+    assert mounts["/kubelora/claims/models"] is True
+    assert mounts["/kubelora/claims/pipelines"] is True
+
+
 def test_the_longest_name_gives_a_host_name_that_is_still_legal() -> None:
     # An Indexed Job's pod is called <job>-<index>-<5>, its host <job>-<index>: 63 at most.
     assert len(child_name("a" * 40, UID, 9999)) + len("-0-abcde") <= 63
