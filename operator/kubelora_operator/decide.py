@@ -136,8 +136,11 @@ def _without_strays(draft: Draft) -> Draft:
 
 
 def _lost(draft: Draft) -> bool:
-    """The status was wiped and the Job is gone; only the ConfigMap says that there was one."""
-    return draft.seen.status.attempt == 0 and draft.status.attempt in draft.seen.anchors
+    """The status was wiped and the Job is gone; only the ConfigMap says that there was one.
+
+    Anchors are looked up only where the status knows of no attempt.
+    """
+    return draft.status.attempt in draft.seen.anchors
 
 
 def _state_lost(draft: Draft) -> Draft:

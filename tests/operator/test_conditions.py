@@ -1,9 +1,9 @@
 """Conditions as metav1 means them."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 
 from kubelora_api.status import Condition
-from kubelora_operator.conditions import MESSAGE_MAX, Conditions, time_text
+from kubelora_operator.conditions import MESSAGE_MAX, Conditions, time_of, time_text
 from tests.operator.world import START
 
 LATER = START + timedelta(minutes=5)
@@ -47,3 +47,24 @@ def test_a_message_is_cut_to_what_a_terminal_takes() -> None:
     long = Conditions.start([], 1, START).set("Failed", "True", "X", "a" * 40000).get("Failed")
     assert long is not None
     assert len(long.message) == MESSAGE_MAX
+
+
+def test_times_are_written_in_utc_and_read_with_a_zone() -> None:
+    vienna = timezone(timedelta(hours=1))
+    assert time_text(datetime(2026, 3, 1, 13, 0, tzinfo=vienna)) == "2026-03-01T12:00:00Z"
+    assert time_of("2026-03-01T12:00:00Z") == START
+    assert time_of("2026-03-01T12:00:00.000000Z") == START
+    assert time_of("2026-03-01T12:00:00") == START
+
+
+def test_a_doubtful_condition_is_not_true() -> None:
+    conditions = Conditions.start([], 1, START).set("NumericallyHealthy", "Unknown", "X", "")
+    assert not conditions.is_true("NumericallyHealthy")
+    assert not conditions.is_true("Running")
+
+
+def test_a_message_that_just_fits_is_whole() -> None:
+    fitting = Conditions.start([], 1, START).set("Failed", "True", "X", "a" * MESSAGE_MAX)
+    found = fitting.get("Failed")
+    assert found is not None
+    assert found.message == "a" * MESSAGE_MAX
