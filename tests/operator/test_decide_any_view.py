@@ -122,7 +122,7 @@ STRAY = replace(JOB, name="bottles-0b5e7-0", uid="job-0", attempt=0)
 FIRST = JobStatus(attempt=1, child_uid="job-1")
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(seen=views())
 @example(seen=observation(pods=(RUNNING,)))
 @example(seen=observation(children=(STRAY,)))
@@ -147,7 +147,7 @@ def test_nothing_begins_or_ends_while_anything_may_still_write(seen: Observation
             assert plan.again_after is not None, "nobody would look again"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(seen=views())
 @example(seen=observation(status=FIRST, children=(JOB, STRAY)))
 @example(seen=observation(suspend=True, status=FIRST, children=(JOB, STRAY)))
@@ -169,7 +169,7 @@ def test_what_is_deleted_is_what_may_not_live_once_each(seen: Observation) -> No
     assert not (over and ended & set(doomed)), "the Job of a finished job is deleted"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(seen=views(), wait=st.sampled_from((0, 5, 3600)))
 def test_numbers_never_go_back_and_rise_by_one(seen: Observation, wait: int) -> None:
     plan = decide(seen, START + timedelta(seconds=wait))
@@ -182,7 +182,7 @@ def test_numbers_never_go_back_and_rise_by_one(seen: Observation, wait: int) -> 
         assert not seen.suspend, "a suspended job is begun"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seen=views())
 def test_a_finished_job_keeps_its_status_whatever_is_seen(seen: Observation) -> None:
     over = "True" in (truth(seen.status, "Complete"), truth(seen.status, "Failed"))

@@ -59,7 +59,7 @@ def write_file(path: Path, data: bytes) -> None:
             write_durably(aside, data)
             aside.replace(path)
             sync_folder(path.parent)
-        except OSError:
+        except BaseException:  # a signal may end the work here, too
             aside.unlink(missing_ok=True)
             raise
 

@@ -24,7 +24,8 @@ Examples:
 
 \b
 Exit codes: 0 done, 2 wrong configuration or data, 3 numerical failure,
-75 interrupted after a checkpoint; anything else was not foreseen.
+75 interrupted after a checkpoint, 130 ended at once by a second Ctrl-C;
+anything else was not foreseen.
 """
 
 
@@ -79,7 +80,8 @@ def train(
 ) -> None:
     """Train the LoraTrainingJob in FILE (- for standard input) on this machine.
 
-    Run the same command again to go on after an interruption.
+    Ctrl-C saves a checkpoint and ends; a second one ends at once. Run the same command again to
+    go on.
     """
     stop = StopRequest()
     stop.install()

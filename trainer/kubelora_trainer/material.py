@@ -5,6 +5,7 @@ Everything that can be wrong about a job's inputs is found here, before the firs
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,17 +76,21 @@ def open_material(
     mounts: Mapping[str, Path],
     output: OutputFolder,
     say: Callable[[str], None],
+    *,
     stop: Callable[[], bool] = lambda: False,
     seat: Seat = ONLY_SEAT,
+    at_once: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
 ) -> Material:
     """Open dataset (first, it is quick to judge), model and adapter. Rank 0 publishes preflight.
 
-    stop: asked between images, so that a long preflight can be ended. Raises Interrupted then, and
-    ConfigurationError for whatever is missing, damaged or of another kind.
+    stop: asked between images, so that a long preflight can be ended. at_once: a context, told what
+    goes on, that ends what can't be asked (a download, weights being read). Raises Interrupted
+    then, and ConfigurationError for whatever is missing, damaged or of another kind.
     """
     device = choose_device(spec, torch.cuda.is_available())
-    model_folder = _model_folder(spec.model, mounts, say)
-    vae = resolve_input(spec.model.vae, mounts, content="vae") if spec.model.vae else None
+    with at_once("while the model was fetched"):
+        model_folder = _model_folder(spec.model, mounts, say)
+        vae = resolve_input(spec.model.vae, mounts, content="vae") if spec.model.vae else None
 
     def publish(report: PreflightReport) -> None:
         if seat.rank != 0:
@@ -104,27 +109,31 @@ def open_material(
             )
         progress(done, total)
 
+    with at_once("while the data was fetched"):
+        folder = open_folder(spec.dataset.uri, spec.dataset, mounts)
+        extra = open_extra_sources(spec.dataset, mounts)
     dataset = open_dataset(
-        open_folder(spec.dataset.uri, spec.dataset, mounts),
+        folder,
         spec.dataset,
-        extra=open_extra_sources(spec.dataset, mounts),
+        extra=extra,
         limits=caption_limits(model_folder),
         tick=tick,
         publish=publish,
     )
-    base = load_base_model(
-        model_folder,
-        variant=spec.model.variant,
-        vae=vae,
-        dtype=DTYPES[spec.precision.compute],
-        device=device,
-        prediction=spec.model.prediction_type,
-        zero_terminal_snr=spec.model.zero_terminal_snr,
-    )
-    modules = add_adapters(base, spec.adapter, spec.training.seed)
-    if spec.adapter.from_:
-        place = resolve_input(spec.adapter.from_, mounts, content="adapter")
-        say(f"adapter: starts from {warm_start(modules, base.unet, place)}")
+    with at_once("while the model was read"):
+        base = load_base_model(
+            model_folder,
+            variant=spec.model.variant,
+            vae=vae,
+            dtype=DTYPES[spec.precision.compute],
+            device=device,
+            prediction=spec.model.prediction_type,
+            zero_terminal_snr=spec.model.zero_terminal_snr,
+        )
+        modules = add_adapters(base, spec.adapter, spec.training.seed)
+        if spec.adapter.from_:
+            place = resolve_input(spec.adapter.from_, mounts, content="adapter")
+            say(f"adapter: starts from {warm_start(modules, base.unet, place)}")
     limit_threads(sum(p.numel() for p in base.unet.parameters()), seat.ranks_per_node)
     say(
         f"model: {model_folder} on {device}; adapter: {len(modules)} modules, "

@@ -109,8 +109,9 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
         run.options.mounts,
         claimed,
         run.say,
-        lambda: run.stop.requested,
-        run.options.seat,
+        stop=lambda: run.stop.requested,
+        at_once=run.stop.at_once,
+        seat=run.options.seat,
     )
     try:
         material.objective.fill_cache(
@@ -234,6 +235,7 @@ def _train_and_export(
                 HINDSIGHT_STEPS if spec.health.policy == "Rollback" else None,
             )
             reporter.checkpointed(saved, folder)
+            run.stop.saved(reached.step)
 
         def roll_back(reached: RunPosition, finding: Finding) -> RunPosition:
             earlier = go_back(
@@ -360,6 +362,7 @@ def _begin(
         no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
         return RunPosition(window_loss=no_loss), None
     position, saved = resumed
+    run.stop.saved(position.step)
     run.say(f"resuming from {saved.path} at step {position.step}")
     folder.record = folder.record.model_copy(update={"rollback": position.rollback})
     return position, saved
@@ -459,6 +462,7 @@ def _draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None
             folder.place(OutputPath.SAMPLES),
             step,
             resolution=spec.dataset.resolution,
+            stop=lambda: run.stop.requested,
         )
         if run.tracking:
             run.tracking.log_samples(paths, step)

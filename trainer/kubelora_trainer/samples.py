@@ -5,7 +5,7 @@ grids is the adapter's doing. Drawing leaves training as it found it.
 """
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.image_processor import VaeImageProcessor
 from peft.tuners.lora import LoraLayer
 from PIL import Image, ImageDraw, ImageFont
-from torch import nn
+from torch import Tensor, nn
 
 from kubelora_api.spec import Validation
 from kubelora_trainer.atomic_files import write_file, writing_to
@@ -37,29 +37,41 @@ def draw_samples(
     step: int,
     *,
     resolution: int,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[Path]:
     """One PNG a prompt in ``folder``: left with the adapter in ``unet``, right without it.
 
     step: optimizer steps done, part of the file's name. resolution: edge in pixels.
+    stop: asked between denoising steps; then nothing is written and the list is empty.
     Raises ConfigurationError when a file can't be written.
     """
     if not validation.prompts:
         return []
+
+    def draw_all() -> list[Image.Image]:
+        return [
+            _draw(pipeline, base, validation, number, resolution, stop)
+            for number in range(len(validation.prompts))
+        ]
+
     models = (unet, *base.text_encoders)
-    with _undisturbed(models):
-        pipeline = _pipeline(base, unet)
-        left = [_draw(pipeline, base, validation, n, resolution) for n in _numbers(validation)]
-        _switch_adapters(models, on=False)
-        try:
-            right = [_draw(pipeline, base, validation, n, resolution) for n in _numbers(validation)]
-        finally:
-            _switch_adapters(models, on=True)
+    try:
+        with _undisturbed(models):
+            pipeline = _pipeline(base, unet)
+            left = draw_all()
+            _switch_adapters(models, on=False)
+            try:
+                right = draw_all()
+            finally:
+                _switch_adapters(models, on=True)
+    except _NotWanted:
+        return []
     grids = [side_by_side(pair, LABELS) for pair in zip(left, right, strict=True)]
     return [_save(grid, folder / f"step-{step:06d}-{n}.png") for n, grid in enumerate(grids)]
 
 
-def _numbers(validation: Validation) -> range:
-    return range(len(validation.prompts))
+class _NotWanted(Exception):
+    """The run is to stop: leaves the denoising loop."""
 
 
 def _pipeline(base: BaseModel, unet: UNet2DConditionModel) -> "StableDiffusionXLPipeline":
@@ -89,8 +101,17 @@ def _draw(
     validation: Validation,
     number: int,
     resolution: int,
+    stop: Callable[[], bool],
 ) -> Image.Image:
     """One image. Latents are decoded here: the VAE is fp32 whatever the UNet's dtype is."""
+
+    def ask(
+        pipeline: object, step: int, level: Tensor, kept: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        if stop():
+            raise _NotWanted
+        return kept
+
     latents = pipeline(
         prompt=validation.prompts[number],
         height=resolution,
@@ -99,6 +120,7 @@ def _draw(
         guidance_scale=validation.guidance_scale,
         generator=torch.Generator().manual_seed(validation.seed + number),
         output_type="latent",
+        callback_on_step_end=ask,
     ).images
     config = base.vae.config
     scaled = latents.float() / config.scaling_factor
