@@ -42,6 +42,17 @@ def test_everything_that_it_names_is_there(quickstart: str) -> None:
     assert manifest["state"].lower() == "done"
 
 
+def test_the_next_command_works_as_it_is_printed(quickstart: str, tmp_path: Path) -> None:
+    command = quickstart.rstrip().splitlines()[-1].strip().replace("first.png", f"{tmp_path}/1.png")
+    bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    subprocess.run(["bash", "-c", command], cwd=ROOT, env=bare, check=True, timeout=300)
+    assert (tmp_path / "1.png").stat().st_size > 1000
+
+
+def test_no_library_gives_advice_in_between(quickstart: str) -> None:
+    assert "pip install" not in quickstart
+
+
 def test_it_starts_afresh_each_time(quickstart: str) -> None:
     stray = OUTPUT / "stray"
     stray.write_text("of an earlier run")

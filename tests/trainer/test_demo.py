@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,3 +105,20 @@ def test_a_missing_extra_is_told_with_the_command_that_installs_it(
 def test_making_the_demo_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     create_demo(tmp_path / "demo", "small", images=1)
     assert capfd.readouterr() == ("", "")
+
+
+def test_no_library_gives_advice_while_the_demo_is_made(tmp_path: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", ENTRY, "demo", str(tmp_path / "demo")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (made.returncode, made.stderr) == (0, "")
+    assert made.stdout.splitlines() == [
+        f"model:  {tmp_path}/demo/model",
+        f"photos: {tmp_path}/demo/photos",
+    ]
+
+
+ENTRY = "from kubelora_trainer.cli import main; main(prog_name='kubelora')"

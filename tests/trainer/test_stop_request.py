@@ -81,12 +81,12 @@ BEFORE_TRAINING = "nothing had been trained since the start"
     ("phase", "sentence"),
     [
         ("kubelora_trainer.job_file.read_job", f"while the model was fetched; {BEFORE_TRAINING}"),
-        ("kubelora_trainer.run.claim_output", f"while the model was fetched; {BEFORE_TRAINING}"),
+        ("kubelora_trainer.together.claim_output", f"while the model was fetched; {BEFORE_TRAINING}"),
         ("kubelora_trainer.material._model_folder", "while the model was fetched"),
         ("kubelora_trainer.material.open_folder", "while the data was fetched"),
         ("kubelora_trainer.material.open_dataset", "while the data was looked at, 1 of 8 images"),
         ("kubelora_trainer.material.load_base_model", "while the model was read"),
-        ("kubelora_trainer.run.resume", "at step 0 of 3; a checkpoint is saved"),
+        ("kubelora_trainer.together.resume", "at step 0 of 3; a checkpoint is saved"),
     ],
 )
 def test_a_stop_before_training_ends_75_at_once_and_the_same_command_goes_on(

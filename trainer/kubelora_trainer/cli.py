@@ -157,6 +157,9 @@ Example:
 )
 def demo(directory: Path, layout: str) -> None:
     """Write a tiny SDXL model (random weights) and a few real photographs to DIRECTORY."""
+    from kubelora_trainer.heavy_imports import import_heavy_libraries
+
+    import_heavy_libraries("kubelora_trainer.demo")
     from kubelora_trainer.demo import create_demo
 
     paths = create_demo(directory, "full" if layout == "full" else "small")

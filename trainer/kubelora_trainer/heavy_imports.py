@@ -15,10 +15,10 @@ from contextlib import contextmanager
 FOR_QUANTISED_MODELS = ("bitsandbytes", "torchao")
 
 
-def import_heavy_libraries() -> None:
-    """Import all that a run needs; later imports of it cost nothing."""
+def import_heavy_libraries(module: str = "kubelora_trainer.run") -> None:
+    """Import ``module`` and all that it needs; later imports of it cost nothing."""
     with _collector_at_rest(), not_found(FOR_QUANTISED_MODELS):
-        importlib.import_module("kubelora_trainer.run")
+        importlib.import_module(module)
 
 
 @contextmanager

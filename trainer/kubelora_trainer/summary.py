@@ -1,5 +1,7 @@
 """The last words of a run, for a person who has never seen one: is it healthy, where is what."""
 
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,12 +66,22 @@ def health_text(health: HealthStatus) -> str:
 def next_command(summary: RunSummary) -> str:
     """A command that draws one image with the new adapter."""
     return (
-        '  python -c "from diffusers import StableDiffusionXLPipeline as P; '
+        f'  {interpreter()} -c "from diffusers import StableDiffusionXLPipeline as P; '
         f"p = P.from_pretrained('{summary.model}'); "
         f"p.load_lora_weights('{summary.adapter.parent}'); "
         f"p('{_quoted(summary.prompt)}', height={summary.edge}, width={summary.edge})"
         ".images[0].save('first.png')\""
     )
+
+
+def interpreter() -> str:
+    """The Python that has diffusers, as a shell in the current folder finds it.
+
+    A plain ``python`` would be another one wherever the virtual environment is not activated.
+    """
+    python = Path(sys.executable)
+    here = Path.cwd()
+    return shlex.quote(str(python.relative_to(here) if python.is_relative_to(here) else python))
 
 
 def _quoted(prompt: str) -> str:
