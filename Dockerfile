@@ -11,13 +11,14 @@
 # (an image's history keeps build arguments: no passwords there).
 # buildah needs --layers, or every build starts anew and each image is one layer.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
+ARG UV_VERSION=0.13.9
 
 
 # uv, which installs torch in seconds where pip takes minutes. It stays in this stage.
 FROM ${BASE_IMAGE} AS tools
 ARG SSL_CERT_FILE
 ARG PIP_INDEX_URL
-ARG UV_VERSION=0.13.9
+ARG UV_VERSION
 RUN --mount=type=secret,id=ca \
     python3 -m venv /opt/uv \
     && /opt/uv/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir \
@@ -69,12 +70,9 @@ RUN --mount=type=secret,id=ca \
 
 # What both images share: the user, and an environment that writes nowhere but to /tmp.
 FROM ${BASE_IMAGE} AS runtime
-# The base may bring pip and the wheels that venv makes it from; an image that runs needs neither.
 RUN groupadd --gid 10001 kubelora \
     && useradd --no-log-init --uid 10001 --gid 10001 --home-dir /tmp --no-create-home \
-        --shell /usr/sbin/nologin kubelora \
-    && rm -rf /usr/share/python-wheels /usr/local/bin/pip* \
-        /usr/local/lib/python3*/ensurepip /usr/local/lib/python3*/site-packages/pip*
+        --shell /usr/sbin/nologin kubelora
 # USER: torch asks for a user's name, and a pod may run as an id that has none.
 ENV PATH=/opt/kubelora/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     HOME=/tmp \
@@ -85,6 +83,9 @@ WORKDIR /tmp
 
 
 FROM runtime AS operator
+# The base may bring pip and the wheels that venv makes it from; an image that runs needs neither.
+RUN rm -rf /usr/share/python-wheels /usr/local/bin/pip* \
+    /usr/local/lib/python3*/ensurepip /usr/local/lib/python3*/site-packages/pip*
 COPY --from=operator-dependencies /opt/kubelora /opt/kubelora
 COPY --from=package /opt/kubelora /opt/kubelora
 ARG VERSION=0.1.0
@@ -99,7 +100,9 @@ CMD ["--help"]
 
 FROM runtime AS trainer
 ARG SSL_CERT_FILE
+ARG PIP_INDEX_URL
 ARG UV_DEFAULT_INDEX
+ARG UV_VERSION
 # Triton compiles a launcher with the C compiler and Python's headers when it first meets a kernel.
 # The base's own Python may bring its headers along.
 RUN --mount=type=secret,id=ca \
@@ -112,15 +115,20 @@ RUN --mount=type=secret,id=ca \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/log/*
 COPY constraints.txt /opt/kubelora/constraints.txt
 COPY --from=requirements /requirements/trainer.txt /opt/kubelora/requirements.txt
-# Installed here and not copied from a stage: 6 GB are then written once. uv is lent through /mnt.
-# Nothing links against the wheels' static libraries at run time.
-RUN --mount=type=secret,id=ca --mount=type=bind,from=tools,source=/opt/uv/bin,target=/mnt \
-    python3 -m venv --without-pip /opt/kubelora \
-    && PYC_INVALIDATION_MODE=UNCHECKED_HASH /mnt/uv pip install --quiet --no-cache \
+# Installed here and not copied from a stage: 6 GB are then written once. uv comes and goes within
+# this one layer; lent by a mount from `tools` it would be missing where buildah (1.28) takes that
+# stage from its cache. Nothing links against the wheels' static libraries at run time.
+RUN --mount=type=secret,id=ca \
+    python3 -m venv /tmp/uv \
+    && /tmp/uv/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir \
+        ${SSL_CERT_FILE:+--cert "$SSL_CERT_FILE"} "uv==${UV_VERSION}" \
+    && python3 -m venv --without-pip /opt/kubelora \
+    && PYC_INVALIDATION_MODE=UNCHECKED_HASH /tmp/uv/bin/uv pip install --quiet --no-cache \
         --compile-bytecode --python /opt/kubelora/bin/python3 \
         -r /opt/kubelora/requirements.txt -c /opt/kubelora/constraints.txt \
-    && rm -f /opt/kubelora/.lock \
-    && find /opt/kubelora -name '*.a' -delete
+    && find /opt/kubelora -name '*.a' -delete \
+    && rm -rf /tmp/uv /opt/kubelora/.lock /usr/share/python-wheels /usr/local/bin/pip* \
+        /usr/local/lib/python3*/ensurepip /usr/local/lib/python3*/site-packages/pip*
 COPY --from=package /opt/kubelora /opt/kubelora
 ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="kubelora-trainer" \

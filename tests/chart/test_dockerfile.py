@@ -65,3 +65,26 @@ def test_every_package_that_an_image_asks_for_has_its_version_pinned(extra: str)
     pins = re.findall(r"^([\w.-]+)==", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
 
     assert {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in asked} <= set(pins)
+
+
+def test_no_stage_is_lent_to_another_by_a_mount() -> None:
+    # buildah 1.28 mounts the stage's base instead when the stage comes from its cache.
+    mounts = [word for line in LINES for word in line.split() if word.startswith("--mount=")]
+
+    assert mounts
+    assert not [mount for mount in mounts if "from=" in mount]
+
+
+@pytest.mark.parametrize("image", ["operator", "trainer"])
+def test_an_image_that_runs_has_no_installer(image: str) -> None:
+    removed = " ".join(line for line in stage(image) if "rm -rf" in line)
+
+    assert "/usr/share/python-wheels" in removed
+    assert "ensurepip" in removed
+    assert not [line for line in stage(image) if line.startswith("COPY ") and "/opt/uv" in line]
+
+
+def test_an_installer_that_a_layer_needs_is_gone_at_its_end() -> None:
+    (install,) = (line for line in stage("trainer") if "uv pip install" in line)
+
+    assert install.index("/tmp/uv/bin/uv pip install") < install.index("rm -rf /tmp/uv")

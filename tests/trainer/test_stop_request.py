@@ -81,7 +81,10 @@ BEFORE_TRAINING = "nothing had been trained since the start"
     ("phase", "sentence"),
     [
         ("kubelora_trainer.job_file.read_job", f"while the model was fetched; {BEFORE_TRAINING}"),
-        ("kubelora_trainer.together.claim_output", f"while the model was fetched; {BEFORE_TRAINING}"),
+        (
+            "kubelora_trainer.together.claim_output",
+            f"while the model was fetched; {BEFORE_TRAINING}",
+        ),
         ("kubelora_trainer.material._model_folder", "while the model was fetched"),
         ("kubelora_trainer.material.open_folder", "while the data was fetched"),
         ("kubelora_trainer.material.open_dataset", "while the data was looked at, 1 of 8 images"),

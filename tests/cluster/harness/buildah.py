@@ -7,7 +7,6 @@ that can be measured and removed.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -98,33 +97,13 @@ def _debootstrap(root: Path, log: Path) -> None:
 def build(places: Places, context: Path, target: str, name: str) -> None:
     """Build one target of the Dockerfile; layers that did not change come from the cache."""
     run(places, "rm", "--all")  # what a failed build left
-    lent = [word for stage in _lent_stages(context) for word in _lend(places, context, stage)]
-    _bud(places, context, target, name, lent)
+    _bud(places, context, target, name)
 
 
-def _lent_stages(context: Path) -> Sequence[str]:
-    """Stages that a RUN line of another stage mounts."""
-    text = (context / "Dockerfile").read_text()
-    stages = set(re.findall(r"^FROM \S+ AS (\S+)", text, re.MULTILINE | re.IGNORECASE))
-    mounted = set(re.findall(r"--mount=\S*\bfrom=([^,\s]+)", text))
-    return sorted(stages & mounted)
-
-
-def _lend(places: Places, context: Path, stage: str) -> Sequence[str]:
-    """Name a mounted stage's image to buildah.
-
-    buildah 1.28 mounts the stage's base, without what the stage made, when the stage comes from
-    the layer cache. An image of the same name takes precedence over the stage.
-    """
-    name = f"localhost/kubelora-stage-{stage}:1"
-    _bud(places, context, stage, name, ())
-    return ("--build-context", f"{stage}=container-image://{name}")
-
-
-def _bud(places: Places, context: Path, target: str, name: str, lent: Sequence[str]) -> None:
+def _bud(places: Places, context: Path, target: str, name: str) -> None:
     log = folder(places) / f"build-{name.rpartition('/')[2].partition(':')[0]}.log"
     options = ["--isolation", "chroot", "--network", "host", "--layers"]
-    options += ["--target", target, "--tag", name, *lent]
+    options += ["--target", target, "--tag", name]
     options += ["--build-arg", f"BASE_IMAGE={BASE_IMAGE}", *_certificates(), *_installer_settings()]
     command = ("bud", *options, "--file", str(context / "Dockerfile"), str(context))
     for attempt in range(1, _ATTEMPTS + 1):
