@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kubelora_api.names import ExitCode
+from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.errors import Interrupted
-from kubelora_trainer.gang import Gang, checksum
+from kubelora_trainer.gang import Exchanged, Gang, ProcessGang, checksum
 from kubelora_trainer.launch import deciding, exit_code_of, launch, sentence_of
 from kubelora_trainer.order import Plan, SampleOrder, Share
 from kubelora_trainer.precision import PrecisionPlan
@@ -75,14 +78,17 @@ def train_engine(
     before: Callable[[Engine, int], None] = lambda engine, micro_step: None,
     stop_after: int | None = None,
     steps: int = 6,
+    among: Callable[[Gang], Gang] = lambda gang: gang,
 ) -> InGang:
     """A run of the tiny engine whose micro-batches hold one to three samples.
 
     before: called on every rank before each of its micro-steps. stop_after: micro-steps after which
-    a rank is asked to stop. Each rank returns its weights, what it reported, what it saw.
+    a rank is asked to stop. among: the gang as the run sees it. Each rank returns its weights, what
+    it reported, what it saw.
     """
 
     def work(gang: Gang, stop: StopRequest) -> Any:
+        gang = among(gang)
         engine = Engine(
             path,
             precision=precision,
@@ -116,6 +122,7 @@ def train_engine(
             "norms": [n.grad_norm for n in noted],
             "samples": [n.samples for n in noted],
             "divergence": [n.rank_divergence for n in noted],
+            "findings": {f.name: f.since_step for f in engine.reporter.watch.status().findings},
             "seen": seen,
             "position": [position.step, position.micro_step],
         }
@@ -154,6 +161,7 @@ def test_ranks_agree_with_one_process_on_the_same_global_batch(
         assert ranks[0][name] == pytest.approx(alone[name], rel=tolerance)
     assert ranks[0]["masters"] == pytest.approx(alone["masters"], rel=0, abs=tolerance)
     assert ranks[0]["divergence"] == [0.0] * 6
+    assert ranks[0]["findings"] == alone["findings"] == {}
     assert all(math.isnan(d) for d in alone["divergence"])
 
 
@@ -168,6 +176,30 @@ def test_a_rank_whose_weights_differ_by_one_bit_shows_in_the_divergence(tmp_path
     for rank in ranks:
         assert rank["divergence"][:4] == [0.0, 0.0, 0.0, 1.0]
         assert all(d > 0 for d in rank["divergence"][3:])
+
+
+class Unsynchronised(ProcessGang):
+    """Ranks that in one window keep their own gradients, as when an all-reduce went missing."""
+
+    def exchange(
+        self, buffers: AdapterBuffers, position: RunPosition, stop: bool, sums: Sequence[Tensor]
+    ) -> Exchanged:
+        own = buffers.gradient.clone()
+        exchanged = super().exchange(buffers, position, stop, sums)
+        if position.step == 3:
+            buffers.gradient.copy_(own)
+        return exchanged
+
+
+def test_a_gradient_that_was_not_synchronised_is_found_in_the_next_step(tmp_path: Path) -> None:
+    """The fourth step's is lost; the weights that the fifth is computed with tell of it."""
+
+    def among(gang: Gang) -> Gang:
+        return Unsynchronised(gang.share.rank, gang.share.size)
+
+    _, ranks = run_gang(2, train_engine(tmp_path / "n", among=among), tmp_path / "b")
+    assert ranks[0]["findings"] == {"RanksDiverged": 5}
+    assert ranks[0]["divergence"][:4] == [0.0] * 4
 
 
 def test_the_checksum_is_the_sum_of_bit_patterns() -> None:
