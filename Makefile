@@ -72,6 +72,10 @@ cluster-down: $(VENV)/.trainer ## Stop that cluster and take away all it left
 bench-trainer: $(VENV)/.trainer ## What a step, the memory and the start cost, beside a reference loop
 	@$(PY) -m benchmarks.trainer
 
+.PHONY: bench-telemetry
+bench-telemetry: $(VENV)/.trainer ## What telemetry costs of an optimizer step
+	@$(PY) -m benchmarks.telemetry_overhead
+
 .PHONY: lint
 lint: dev ## Style, types and walls between the rooms
 	@$(PY) -m tests.tiers lint

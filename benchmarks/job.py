@@ -11,8 +11,10 @@ def bench_document(
     *,
     dataset: dict[str, Any] | None = None,
     steps: int = 100_000,
+    rank: int = 8,
+    accumulation: int = 4,
 ) -> dict[str, Any]:
-    """A LoraTrainingJob on the demo: rank 8, windows of four micro-batches of one."""
+    """A LoraTrainingJob on the demo, in micro-batches of one."""
     return {
         "apiVersion": "kubelora.dev/v1alpha1",
         "kind": "LoraTrainingJob",
@@ -25,8 +27,8 @@ def bench_document(
                 "crop": "center",
                 **(dataset or {}),
             },
-            "adapter": {"rank": 8},
-            "training": {"steps": steps, "gradientAccumulation": 4, "device": "cpu"},
+            "adapter": {"rank": rank},
+            "training": {"steps": steps, "gradientAccumulation": accumulation, "device": "cpu"},
             "output": {"uri": str(output)},
             "workers": {"gpusPerNode": 0},
         },

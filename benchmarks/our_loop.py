@@ -43,8 +43,18 @@ from kubelora_trainer.train import Parts, train
 class OurLoop:
     """One optimizer step of `train` a call."""
 
-    def __init__(self, model: Path, photos: Path, output: Path, *, telemetry: bool) -> None:
-        self.job = parse_job(bench_document(model, photos, output), local=True)
+    def __init__(
+        self,
+        model: Path,
+        photos: Path,
+        output: Path,
+        *,
+        telemetry: bool,
+        rank: int = 8,
+        accumulation: int = 4,
+    ) -> None:
+        document = bench_document(model, photos, output, rank=rank, accumulation=accumulation)
+        self.job = parse_job(document, local=True)
         spec = self.job.spec
         folder = claim_output(output, self.job, None, print)
         assert not isinstance(folder, Manifest)

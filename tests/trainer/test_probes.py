@@ -33,7 +33,9 @@ def test_groups_of_different_size_are_reduced_each_over_its_own_elements() -> No
     sample = GroupSample([GroupRange("a", 0, 3), GroupRange("b", 3, 4)], CPU)
     assert sample.mean(sample.take(flat)).tolist() == [2.0, 10.0]
     assert sample.total(sample.take(flat)).tolist() == [6.0, 10.0]
-    sample.put(flat, 0.0)
+    sample.put(flat, -sample.take(flat))
+    assert flat.tolist() == [-1.0, -2.0, -3.0, -10.0]
+    sample.zero(flat)
     assert flat.tolist() == [0.0] * 4
 
 

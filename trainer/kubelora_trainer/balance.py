@@ -51,28 +51,52 @@ class BalanceProbe:
     """
 
     def __init__(self, buffers: AdapterBuffers, chunk_elements: int) -> None:
-        self._buffers = buffers
         self.pairs = pairs_of(buffers.slots)
-        self._batches = list(_batches(buffers.slots, self.pairs, chunk_elements))
-        order = [index for batch in self._batches for index in batch]
-        self._place = torch.tensor(order, device=buffers.gradient.device).argsort()
+        device = buffers.gradient.device
+        self._none = torch.zeros(0, 2, dtype=torch.float64, device=device)
+        batches = list(_batches(buffers.slots, self.pairs, chunk_elements))
+        order = [index for batch in batches for index in batch]
+        self._place = torch.tensor(order, device=device).argsort()
+        self._batches = [_Batch(buffers, [self.pairs[index] for index in b]) for b in batches]
 
     def measure(self) -> Tensor:
-        """By pair: ‖A·gAᵀ - gBᵀ·B‖² and ((‖A·gAᵀ‖ + ‖gBᵀ·B‖) / 2)²; fp64 (pairs, 2)."""
-        if not self._batches:
-            return torch.zeros(0, 2, dtype=torch.float64, device=self._buffers.gradient.device)
-        return torch.cat([self._measure(batch) for batch in self._batches])[self._place]
+        """By pair: ‖A·gAᵀ - gBᵀ·B‖² and ((‖A·gAᵀ‖ + ‖gBᵀ·B‖) / 2)²; fp64 (pairs, 2).
 
-    def _measure(self, batch: Sequence[int]) -> Tensor:
-        down = [self._buffers.slots[self.pairs[index].down] for index in batch]
-        up = [self._buffers.slots[self.pairs[index].up] for index in batch]
-        weights, gradient = self._buffers.working, self._buffers.gradient
-        left = (_stacked(down, weights) @ _stacked(down, gradient).mT).double()
-        right = (_stacked(up, gradient).mT @ _stacked(up, weights)).double()
-        sizes = torch.linalg.vector_norm(left, dim=(1, 2)) + torch.linalg.vector_norm(
-            right, dim=(1, 2)
-        )
-        return torch.stack([(left - right).square().sum((1, 2)), (sizes / 2).square()], dim=1)
+        Products below 1e-19 count as 0: their squares are too small for fp32.
+        """
+        if not self._batches:
+            return self._none
+        return torch.cat([batch.measure() for batch in self._batches])[self._place]
+
+
+class _Batch:
+    """Pairs of one shape: matrices (rows, columns), of which a convolution's window is columns."""
+
+    def __init__(self, buffers: AdapterBuffers, pairs: Sequence[Pair]) -> None:
+        def views(places: list[int], flat: Tensor) -> list[Tensor]:
+            return [buffers.slots[place].of(flat).flatten(1) for place in places]
+
+        downs, ups = [pair.down for pair in pairs], [pair.up for pair in pairs]
+        self._down, self._up = views(downs, buffers.working), views(ups, buffers.working)
+        self._down_gradient = views(downs, buffers.gradient)
+        self._up_gradient = views(ups, buffers.gradient)
+
+    def measure(self) -> Tensor:
+        left = _stacked(self._down) @ _stacked(self._down_gradient).mT
+        right = _stacked(self._up_gradient).mT @ _stacked(self._up)
+        off, sizes = _norms(left - right), _norms(left) + _norms(right)
+        return torch.stack([off, sizes / 2], dim=1).square()
+
+
+def _norms(matrices: Tensor) -> Tensor:
+    """L2 norm of each of (pairs, rank, rank), fp64."""
+    norms: Tensor = torch.linalg.vector_norm(matrices, dim=(1, 2))
+    return norms.double()
+
+
+def _stacked(matrices: list[Tensor]) -> Tensor:
+    """fp32 (pairs, rows, columns)."""
+    return torch.stack(matrices).float()
 
 
 def balance(off: float, size: float) -> float:
@@ -87,11 +111,6 @@ def pooled(pairs: Sequence[Pair], measured: Sequence[tuple[float, float]]) -> Ma
         before = sums.get(pair.block, (0.0, 0.0))
         sums[pair.block] = (before[0] + off, before[1] + size)
     return {block: balance(*both) for block, both in sums.items()}
-
-
-def _stacked(slots: Sequence[Slot], flat: Tensor) -> Tensor:
-    """Factors of one shape as fp32 (pairs, rows, columns); a convolution's window is columns."""
-    return torch.stack([slot.of(flat).flatten(1) for slot in slots]).float()
 
 
 def _batches(

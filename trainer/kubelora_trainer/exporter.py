@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -34,6 +35,9 @@ LAST_SCRAPE_MAX_SECONDS = 60.0
 REQUEST_TIMEOUT_SECONDS = 10.0
 
 
+_METRICS: Final = {metric.name: metric for metric in metrics.TRAINER_METRICS}
+
+
 class TrainerMetrics:
     """The metric families of ``kubelora_api.metrics.TRAINER_METRICS`` in one registry."""
 
@@ -41,6 +45,7 @@ class TrainerMetrics:
         self.registry = registry
         self._plan = plan
         self._gauges: dict[str, Gauge] = {}
+        self._series: dict[tuple[str, ...], Gauge] = {}
         self._counters: dict[str, Counter] = {}
         for metric in metrics.TRAINER_METRICS:
             if metric.type == "counter":
@@ -100,16 +105,18 @@ class TrainerMetrics:
         self._set(metrics.CHECKPOINT_TIME, unix_time)
 
     def _set(self, metric: Metric, value: float, **labels: str) -> None:
-        gauge = self._gauges[metric.name]
-        (gauge.labels(**labels) if labels else gauge).set(value)
+        series = (metric.name, *labels.values())
+        if series not in self._series:
+            gauge = self._gauges[metric.name]
+            self._series[series] = gauge.labels(**labels) if labels else gauge
+        self._series[series].set(value)
 
 
 def _shown(
     numbers: GroupNumbers | StepNumbers, fields: Mapping[str, str]
 ) -> Iterator[tuple[Metric, float]]:
-    for metric in metrics.TRAINER_METRICS:
-        if field := fields.get(metric.name):
-            yield metric, getattr(numbers, field)
+    for name, field in fields.items():
+        yield _METRICS[name], getattr(numbers, field)
 
 
 @dataclass(frozen=True)

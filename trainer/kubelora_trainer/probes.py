@@ -49,7 +49,7 @@ class AccumulationProbe:
         """Right before a micro-step's backward pass."""
         if self._shadowed or (self._is_last(micro_step) and len(self._window) > 1):
             self._set_aside = self._sample.take(self._flat)
-            self._sample.put(self._flat, 0.0)
+            self._sample.zero(self._flat)
 
     def after(self, micro_step: int) -> None:
         """Right after it: restore the sums; note the ratios when the window is complete."""

@@ -1,0 +1,78 @@
+"""`make bench-telemetry`: what telemetry costs of an optimizer step.
+
+a: this trainer with telemetry and all that it feeds (watchdog, metrics, status, run log, progress).
+b: without, but for the gradient's norm that clipping needs. Both take turns in one process, on one
+thread, on the tiny demo model with windows of 8 micro-batches at rank 64; CPU time is counted, for
+wall time on a busy machine is noise. Prints the mean of a over the mean of b, with a bootstrap
+interval over the rounds.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from benchmarks import start_up
+from benchmarks.paired import measure_rounds, ratio_of
+from kubelora_trainer.heavy_imports import FOR_QUANTISED_MODELS, not_found
+
+RANK, ACCUMULATION = 64, 8
+TARGET = 1.03
+
+
+def main() -> None:
+    """Measure and print; the last line holds the figures."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--rounds", type=int, default=100, help="each side runs once a round")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        times = measure(Path(folder), given.rounds)
+    for name, seconds in times.items():
+        print(f"  {name}: {1000 * statistics.fmean(seconds):.1f} ms of CPU a step on average")
+    ratio = ratio_of(times["a"], times["b"])
+    print(
+        f"bench-telemetry: a/b={ratio} rounds={given.rounds} rank={RANK} "
+        f"accumulation={ACCUMULATION} target<={TARGET}"
+    )
+
+
+def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each optimizer step of both sides."""
+    subprocess.run(
+        [sys.executable, "-c", start_up.COMMAND, "demo", str(folder / "demo")],
+        check=True,
+        capture_output=True,
+    )
+    model, photos = folder / "demo" / "model", folder / "demo" / "photos"
+    with not_found(FOR_QUANTISED_MODELS):
+        import torch
+
+        from benchmarks.our_loop import OurLoop
+
+        torch.set_num_threads(1)
+        loops = {
+            name: OurLoop(
+                model,
+                photos,
+                folder / name,
+                telemetry=name == "a",
+                rank=RANK,
+                accumulation=ACCUMULATION,
+            )
+            for name in ("a", "b")
+        }
+    print(f"{rounds} rounds of a and b ...", flush=True)
+    sides = {name: loop.step for name, loop in loops.items()}
+    times = measure_rounds(sides, rounds, warm_up=min(5, rounds))
+    for loop in loops.values():
+        loop.close()
+    return times
+
+
+if __name__ == "__main__":
+    main()
