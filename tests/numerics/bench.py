@@ -117,7 +117,7 @@ def document(
     )
 
 
-class _Trained(Interrupted):
+class Trained(Interrupted):
     """The last step is done; nothing after it is of interest."""
 
 
@@ -191,7 +191,7 @@ def continue_run(
         parts = injection(parts)
         witness.attend(parts)
         train(parts, position, **rest)  # type: ignore[arg-type]
-        raise _Trained("trained")
+        raise Trained("trained")
 
     options = RunOptions(
         mounts={}, metrics_port=0, attempt=None, termination_log=None, resume_command=""
@@ -203,7 +203,7 @@ def continue_run(
         stack.enter_context(patch.object(run, "train", broken_train))
         try:
             run.run_job(job, options, StopRequest(), Console(file=io.StringIO()))
-        except _Trained:
+        except Trained:
             pass
         except NumericalError as ended:
             error = str(ended)

@@ -18,6 +18,7 @@ from tests.numerics.bench import (
     Document,
     Injection,
     Observation,
+    continue_run,
     observe_run,
     sound,
 )
@@ -64,6 +65,16 @@ LOSSY: Document = {
     "masters": {"masterWeights": "bf16", "allowLossyPrecision": True},
     "both": {"accumulator": "bf16", "masterWeights": "bf16", "allowLossyPrecision": True},
 }
+
+
+def resumed_anew(scene: Scene, seed: int, output: Path) -> Observation:
+    """Eight steps and a checkpoint; then a start that loads everything but the optimizer."""
+    configuration = Configuration({"checkpoint": {"everySteps": 8}})
+    observe_run(scene, configuration, seed, output, broken.ends_before(9))
+    with broken.optimizer_not_loaded():
+        return continue_run(scene, configuration, seed, output)
+
+
 ONE = Photographs(count=1)
 
 FAULTS: tuple[Fault, ...] = (
@@ -121,6 +132,24 @@ FAULTS: tuple[Fault, ...] = (
             ),
             training={"steps": 24},
         ),
+    ),
+    Fault(
+        6,
+        "second moment in 8 bits, gradients drop",
+        "OptimizerStuck",
+        20,
+        run_with(
+            broken.scaled_loss(0.03, from_step=8),
+            adapter={"rank": 128},
+            training={"steps": 24, "optimizer": {"name": "adamw8bit"}},
+        ),
+    ),
+    Fault(
+        7,
+        "fp16 backward pass without a scaler",
+        "GradientUnderflow",
+        9,
+        run_with(broken.unscaled, precision={"compute": "fp16"}),
     ),
     Fault(
         8,
@@ -185,25 +214,25 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         18,
-        "learning rate explodes",
+        "learning rate explodes by a schedule bug",
+        "LearningRateAbovePlan",
+        9,
+        run_with(
+            around=lambda: broken.schedule(lambda step, rate: rate * 2.0 ** max(0, step - 5)),
+        ),
+        frozenset({"UpdatesTooLarge"}),
+    ),
+    Fault(
+        18,
+        "learning rate 1, as the job asks",
         # The tiny model's loss stays within its normalisations whatever the weights are.
         "UpdatesTooLarge",
-        30,
-        run_with(
-            around=lambda: broken.schedule(lambda step, rate: rate * 2.0 ** max(0, step - 6)),
-            training={"steps": 30},
-        ),
-        frozenset(
-            {
-                "GradientNonFinite",
-                "GradientUnderflow",
-                "GradientVanished",
-                "LearningRateAbovePlan",
-                "LossDiverged",
-            }
-        ),
+        9,
+        run_with(training={"learningRate": 1.0}),
+        frozenset({"LossDiverged"}),
     ),
     Fault(19, "lora_B stays 0", CONTRACT, 2, run_with(broken.frozen_up_projections)),
+    Fault(22, "resume without the optimizer's state", "OptimizerStateLost", 11, resumed_anew),
     Fault(
         24,
         "clipping gets a norm 10000 times too large",

@@ -33,6 +33,7 @@ def vary(
 HEALTHY: tuple[Healthy, ...] = (
     vary("plain: B = 0 at the start"),
     vary("fp32 compute", precision={"compute": "fp32"}),
+    vary("fp16 compute, the scaler settles", precision={"compute": "fp16"}),
     vary(
         "fault 2: bf16 accumulator, 8 micro-batches",
         precision={"accumulator": "bf16", "allowLossyPrecision": True},

@@ -17,10 +17,11 @@ from torch import Tensor
 from kubelora_trainer import schedule as rates
 from kubelora_trainer import train as loop
 from kubelora_trainer.buffers import AdapterBuffers, GroupRange
+from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.order import SampleDraw, SampleOrder
 from kubelora_trainer.train import MicroBatch, Parts
+from tests.numerics.bench import Injection, Trained
 
-Injection = Callable[[Parts], Parts]
 Objective = Callable[[int], MicroBatch]
 
 
@@ -187,6 +188,36 @@ class WrappedOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
+
+
+def unscaled(parts: Parts) -> Parts:
+    """fp16 gradients without a scaled loss."""
+    assert parts.scaler is not None
+    parts.scaler.scale.fill_(1.0)
+    return replace(parts, scaler=None)
+
+
+def ends_before(step: int) -> Injection:
+    """The run is interrupted when window ``step`` begins."""
+
+    def inject(parts: Parts) -> Parts:
+        real: Objective = parts.objective
+
+        def objective(micro_step: int) -> MicroBatch:
+            if window_of(parts, micro_step)[0] >= step:
+                raise Trained("interrupted")
+            return real(micro_step)
+
+        return replace(parts, objective=objective)
+
+    return inject
+
+
+@contextmanager
+def optimizer_not_loaded() -> Iterator[None]:
+    """A resume that leaves the optimizer as new."""
+    with patch.object(FlatAdamW, "load", lambda *arguments: None):
+        yield
 
 
 def gradients_through(dtype: torch.dtype) -> Injection:

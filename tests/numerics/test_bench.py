@@ -9,7 +9,7 @@ import torch
 
 from tests.numerics import injections
 from tests.numerics.__main__ import judge_fault, judge_healthy
-from tests.numerics.bench import Observation, Seen
+from tests.numerics.bench import Injection, Observation, Seen
 from tests.numerics.fault_table import FAULTS, Fault
 from tests.numerics.healthy_table import HEALTHY
 from tests.trainer.engine import Engine
@@ -56,7 +56,7 @@ def test_names_of_rows_are_unique() -> None:
     assert len(set(names)) == len(names)
 
 
-def gradient_of_window(path: Path, injection: injections.Injection) -> dict[str, torch.Tensor]:
+def gradient_of_window(path: Path, injection: Injection) -> dict[str, torch.Tensor]:
     """The gradient that the optimizer of the tiny engine gets in its second window, by group."""
     engine = Engine(path, steps=2, gradientAccumulation=3)
     engine.parts = injection(engine.parts)
