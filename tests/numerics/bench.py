@@ -23,6 +23,7 @@ from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.errors import Interrupted, NumericalError, RunEnded
 from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.run_context import RunOptions
+from kubelora_trainer.seats import ONLY_SEAT, Seat
 from kubelora_trainer.step_numbers import StepNumbers
 from kubelora_trainer.stop_request import StopRequest
 from kubelora_trainer.train import Parts, train
@@ -182,8 +183,12 @@ def continue_run(
     seed: int,
     output: Path,
     injection: Injection = sound,
+    seat: Seat = ONLY_SEAT,
 ) -> Observation:
-    """As ``observe_run``, from the newest checkpoint in ``output``, if there is one."""
+    """As ``observe_run``, from the newest checkpoint in ``output``, if there is one.
+
+    seat: of this process, where it is one of several ranks.
+    """
     job = document(scene, configuration, seed, output)
     witness = _Witness()
 
@@ -194,7 +199,12 @@ def continue_run(
         raise Trained("trained")
 
     options = RunOptions(
-        mounts={}, metrics_port=0, attempt=None, termination_log=None, resume_command=""
+        mounts={},
+        metrics_port=0,
+        attempt=None,
+        termination_log=None,
+        resume_command="",
+        seat=seat,
     )
     error = None
     with ExitStack() as stack:

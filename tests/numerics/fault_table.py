@@ -4,6 +4,8 @@ Numbers are those of docs/numerics.md. A limit in steps is the fault's first ste
 finding's window, plus what the fault needs to show: no more.
 """
 
+import pickle
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +13,9 @@ from pathlib import Path
 
 import torch
 
+from kubelora_trainer.launch import launch
+from kubelora_trainer.seats import LOOPBACK, Layout, Seat
+from kubelora_trainer.stop_request import RankStopRequest
 from tests.numerics import injections as broken
 from tests.numerics.bench import (
     CONTRACT,
@@ -73,6 +78,24 @@ def resumed_anew(scene: Scene, seed: int, output: Path) -> Observation:
     observe_run(scene, configuration, seed, output, broken.ends_before(9))
     with broken.optimizer_not_loaded():
         return continue_run(scene, configuration, seed, output)
+
+
+def unsynchronised(scene: Scene, seed: int, output: Path) -> Observation:
+    """Two ranks over gloo; in step 5 one of them keeps the gradient of its own micro-batches."""
+    configuration = Configuration({"workers": {"gpusPerNode": 2}})
+    shutil.rmtree(output, ignore_errors=True)
+    told = output.with_name("rank-0.pickle")
+
+    def rank(seat: Seat, stop: RankStopRequest) -> None:
+        injection = broken.keeps_its_own_gradient(5) if seat.rank == 1 else sound
+        seen = continue_run(scene, configuration, seed, output, injection, seat)
+        if seat.rank == 0:
+            told.write_bytes(pickle.dumps(seen))
+
+    ends = launch(rank, Layout(1, 0, 2, LOOPBACK, 0), lambda: False, start_method="fork")
+    assert all(end.code == 0 for end in ends), ends
+    seen: Observation = pickle.loads(told.read_bytes())
+    return seen
 
 
 ONE = Photographs(count=1)
@@ -232,6 +255,7 @@ FAULTS: tuple[Fault, ...] = (
         frozenset({"LossDiverged"}),
     ),
     Fault(19, "lora_B stays 0", CONTRACT, 2, run_with(broken.frozen_up_projections)),
+    Fault(21, "a rank that keeps its own gradient once", "RanksDiverged", 6, unsynchronised),
     Fault(22, "resume without the optimizer's state", "OptimizerStateLost", 11, resumed_anew),
     Fault(
         24,

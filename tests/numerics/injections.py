@@ -5,7 +5,7 @@ change them; the product has no switch for any of this. Steps are counted from 1
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,8 @@ from torch import Tensor
 from kubelora_trainer import schedule as rates
 from kubelora_trainer import train as loop
 from kubelora_trainer.buffers import AdapterBuffers, GroupRange
+from kubelora_trainer.checkpoint import RunPosition
+from kubelora_trainer.gang import Exchanged
 from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.order import SampleDraw, SampleOrder
 from kubelora_trainer.train import MicroBatch, Parts
@@ -195,6 +197,30 @@ def unscaled(parts: Parts) -> Parts:
     assert parts.scaler is not None
     parts.scaler.scale.fill_(1.0)
     return replace(parts, scaler=None)
+
+
+class _Deaf:
+    """A gang whose exchange of one step brings nothing back to this rank's gradient."""
+
+    def __init__(self, parts: Parts, step: int) -> None:
+        self._parts, self._real, self._step = parts, parts.gang, step
+
+    def exchange(
+        self, buffers: AdapterBuffers, position: RunPosition, stop: bool, sums: Sequence[Tensor]
+    ) -> Exchanged:
+        own = buffers.gradient.clone()
+        exchanged = self._real.exchange(buffers, position, stop, sums)
+        if position.step + 1 == self._step:
+            buffers.gradient.copy_(own)
+        return exchanged
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def keeps_its_own_gradient(step: int) -> Injection:
+    """In one step this rank does not take over what the ranks have summed."""
+    return lambda parts: replace(parts, gang=_Deaf(parts, step))
 
 
 def ends_before(step: int) -> Injection:
