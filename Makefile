@@ -56,6 +56,14 @@ numerics: dev ## The fault benchmark: every fault, and each healthy configuratio
 numerics-full: dev ## Every fault, and 20 seeds of each healthy configuration; goes on where it was ended
 	@OMP_NUM_THREADS=1 $(PY) -m tests.numerics --seeds 20 --record build/numerics.jsonl
 
+$(VENV)/.examples: $(SOURCES) | $(VENV)/.trainer
+	@$(UV_INSTALL) -e '.[trainer,demo,examples]'
+	@touch $@
+
+.PHONY: six-days
+six-days: $(VENV)/.examples ## The story this exists for, on a tiny model: six runs, pictures, a table
+	@OMP_NUM_THREADS=1 $(PY) examples/six-days/retell.py
+
 .PHONY: cluster-up
 cluster-up: $(VENV)/.trainer ## Start a real one-node Kubernetes here (root, Go); prints the KUBECONFIG to export
 	@$(PY) -m tests.cluster.harness up

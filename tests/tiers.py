@@ -1,8 +1,8 @@
 """`make test`: every tier this machine can run, one line each, and why where one can't.
 
-Tiers that compute run one after another in one lane; those that mostly wait (the cluster's) in a
-second lane beside them, so that two cores are enough. Under ``CI=true`` a tier that could not run
-counts as failed: a green run has run everything.
+Tiers that compute run one after another in one lane, the fault benchmark in a second; those that
+mostly wait (the cluster's) in a third beside them, so that two cores are enough. Under ``CI=true``
+a tier that could not run counts as failed: a green run has run everything.
 """
 
 import os
@@ -73,6 +73,7 @@ LANES: tuple[tuple[Tier, ...], ...] = (
         Tier("unit", (pytest("tests/api", "tests/operator", "tests/trainer", "tests/benchmarks"),)),
         Tier("quickstart", (pytest("tests/quickstart"),)),
     ),
+    (Tier("numerics", (pytest("tests/numerics"), (PYTHON, "-m", "tests.numerics"))),),
     (
         Tier("chart", (pytest("tests/chart"),), helm_or_means_for_it),
         Tier("cluster", (pytest("tests/cluster"),), cluster_or_means_for_one),
@@ -109,7 +110,7 @@ def run(tier: Tier) -> Outcome:
 
 def _run_commands(tier: Tier) -> Outcome:
     log = LOGS / f"{tier.name}.log"
-    # One thread each: two lanes share the cores, and tiny models run slower on more.
+    # One thread each: lanes share the cores, and tiny models run slower on more.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
     started = time.monotonic()
     passed = True
@@ -121,8 +122,15 @@ def _run_commands(tier: Tier) -> Outcome:
             passed = passed and done.returncode == 0
     counts = count(log.read_text(errors="replace"))
     told = ", ".join(f"{n} {what}" for what, n in counts.items()) or f"{len(tier.commands)} checks"
+    told = "; ".join([told, *own_words(tier.name, log.read_text(errors="replace"))])
     sentence = told if passed else f"{told}; see {log.relative_to(ROOT)}"
     return Outcome(tier.name, True, passed, time.monotonic() - started, sentence, counts)
+
+
+def own_words(tier: str, log: str) -> list[str]:
+    """What a tier says of itself, in lines that begin with its name."""
+    mark = f"{tier}: "
+    return [line.removeprefix(mark) for line in log.splitlines() if line.startswith(mark)]
 
 
 def count(log: str) -> dict[str, int]:

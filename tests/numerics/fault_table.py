@@ -173,6 +173,7 @@ FAULTS: tuple[Fault, ...] = (
         "GradientUnderflow",
         9,
         run_with(broken.unscaled, precision={"compute": "fp16"}),
+        frozenset({"GradientImbalance"}),
     ),
     Fault(
         8,

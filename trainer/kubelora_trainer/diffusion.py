@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from kubelora_api.spec import JobSpec
+from kubelora_api.status import Finding
 from kubelora_trainer.base_model import BaseModel
 from kubelora_trainer.data_cache import NO_CACHE, DataCache
 from kubelora_trainer.dataset import Dataset
@@ -107,6 +108,10 @@ class SdxlObjective:
         errors = functional.mse_loss(predicted.float(), batch.target, reduction="none")
         losses = mean_errors(errors, batch.masks) * batch.weights
         return MicroBatchLoss(losses.sum(), len(losses), losses.detach())
+
+    def findings(self, step: int) -> tuple[Finding, ...]:
+        """What is wrong with the data, as known in ``step``."""
+        return self._latents.spread.findings(step)
 
     def close(self) -> None:
         """End the reading thread."""

@@ -11,6 +11,7 @@ from kubelora_trainer.base_model import BaseModel
 from kubelora_trainer.data_cache import Latent, LatentCache
 from kubelora_trainer.dataset import Dataset, View
 from kubelora_trainer.images import SizeConditions, TrainingImage
+from kubelora_trainer.latent_spread import LatentSpread
 from kubelora_trainer.order import SampleDraw, SampleOrder
 
 KEPT_LATENTS = 1024
@@ -45,6 +46,7 @@ class LatentSource:
         self._base, self._dataset, self._order = base, dataset, order
         self._cache, self._after = cache, after
         self._kept: OrderedDict[tuple[int, bool], Latent] = OrderedDict()
+        self.spread = LatentSpread([sample.category for sample in dataset.samples])
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
         self._ahead: tuple[int, Future[list[_Read]]] | None = None
 
@@ -107,6 +109,9 @@ class LatentSource:
         if kept is not None:
             return kept
         latent = self._encoded(read) if isinstance(read, TrainingImage) else read
+        self.spread.observe(
+            view.sample, normalise_latents(latent.moments.float().chunk(2)[0], self._base)
+        )
         if self._dataset.has_fixed_crop(view.sample):
             if self._cache is not None and isinstance(read, TrainingImage):
                 self._cache.put(view, latent)

@@ -6,13 +6,13 @@ One place, so that the loop itself says `report` and nothing else. Numbers arriv
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kubelora_api.names import OutputPath
 from kubelora_api.report import RunPhase
 from kubelora_api.spec import Health
-from kubelora_api.status import CheckpointStatus
+from kubelora_api.status import CheckpointStatus, Finding
 from kubelora_trainer import health, health_policy
 from kubelora_trainer.buffers import Slot
 from kubelora_trainer.checkpoint import RunPosition
@@ -37,7 +37,8 @@ PACE_STEPS = 50
 class Reporter:
     """Takes each step's numbers and tells everyone who listens.
 
-    also: called with each step's numbers (trackers).
+    also: called with each step's numbers (trackers). elsewhere: what is found outside the numbers,
+    as known in a step.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Reporter:
         first_gradients: FirstGradients,
         position: RunPosition,
         also: Callable[[StepNumbers], None] = lambda numbers: None,
+        elsewhere: Callable[[int], Sequence[Finding]] = lambda step: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._slots, self._policy, self._facts = slots, policy, facts
@@ -60,6 +62,7 @@ class Reporter:
         self._run_log, self._progress = run_log, progress
         self._first_gradients = first_gradients
         self._clock, self._also = clock, also
+        self._elsewhere = elsewhere
         self._pending: PendingNumbers | None = None
         self._pace: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=PACE_STEPS + 1)
         self._rollback = position.rollback
@@ -109,6 +112,9 @@ class Reporter:
 
     def _report(self, numbers: StepNumbers) -> None:
         self.watch = health.observe(self.watch, numbers, self._facts)
+        for finding in self._elsewhere(numbers.step):
+            if finding.name not in self.watch.found:
+                self.watch = health.with_finding(self.watch, finding)
         if numbers.step > UNSETTLED_STEPS or self.norm_range is None:
             self.norm_range = _widen(self.norm_range, numbers.grad_norm, numbers.step)
         seconds, per_second, left = self._timing(numbers)

@@ -204,6 +204,7 @@ def _train_and_export(
                 ),
             ),
             position=position,
+            elsewhere=material.objective.findings,
             also=run.tracking.log if run.tracking else lambda numbers: None,
         )
         parts = Parts(

@@ -1,0 +1,87 @@
+"""Whether the latents of a category's images say anything at all.
+
+A VAE that overflows in half precision, or a cache filled by one, gives latents that are all alike;
+the loss then looks fine, for noise on nothing is easily told. Each image is looked at once, when
+its latent is first used.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kubelora_api.status import Finding
+from kubelora_api.thresholds import LATENTS_CONSTANT
+
+ENOUGH_IMAGES = 8
+"""Images of a category after which it is judged, or all of them where it has fewer."""
+
+
+@dataclass
+class _Category:
+    """Sums over the images seen: by channel, fp64."""
+
+    wanted: int
+    images: int = 0
+    elements: int = 0
+    total: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+
+    def add(self, latent: Tensor) -> None:
+        values = latent.detach().double().cpu().flatten(1)
+        self.images += 1
+        self.elements += values.shape[1]
+        self.total = self.total + values.sum(1)
+        self.squares = self.squares + values.square().sum(1)
+
+    @property
+    def deviation(self) -> float:
+        """Of the channel that varies most, over all positions of all images seen."""
+        mean = self.total / self.elements
+        variance = (self.squares / self.elements - mean.square()).clamp(min=0)
+        return float(variance.sqrt().max())
+
+
+class LatentSpread:
+    """Collects what is known of the latents, category by category.
+
+    categories: of each sample, in the dataset's order; empty for none.
+    """
+
+    def __init__(self, categories: Sequence[str]) -> None:
+        self._categories = categories
+        self._seen: set[int] = set()
+        counts: dict[str, int] = {}
+        for category in categories:
+            counts[category] = counts.get(category, 0) + 1
+        self._by_name = {
+            name: _Category(min(ENOUGH_IMAGES, count)) for name, count in counts.items()
+        }
+
+    def observe(self, sample: int, latent: Tensor) -> None:
+        """Note a sample's scaled latent (channels, h, w), the first time it is used."""
+        category = self._by_name[self._categories[sample]]
+        if sample not in self._seen and category.images < category.wanted:
+            self._seen.add(sample)
+            category.add(latent)
+
+    def findings(self, step: int) -> tuple[Finding, ...]:
+        """Categories whose latents vary by less than the limit, as found in ``step``."""
+        limit = LATENTS_CONSTANT.limit or 0.0
+        judged = [(n, c) for n, c in self._by_name.items() if c.images == c.wanted]
+        broken = [(n, c.deviation) for n, c in judged if c.deviation < limit]
+        if not broken:
+            return ()
+        name, deviation = min(broken, key=lambda found: found[1])
+        return (
+            Finding(
+                name=LATENTS_CONSTANT.finding,
+                severity=LATENTS_CONSTANT.severity,
+                group=name or None,
+                value=deviation,
+                threshold=limit,
+                since_step=step,
+                message=LATENTS_CONSTANT.sentence,
+            ),
+        )
