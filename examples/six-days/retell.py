@@ -19,7 +19,7 @@ HEAD = (
     "updates lost A",
     "updates lost B",
     "error of the sums",
-    "loss, last 40",
+    "loss, last 20",
     "B·A off fp32",
     "found (since step)",
 )
@@ -29,7 +29,7 @@ def table(told: Mapping[str, Told]) -> str:
     """One row a run, in Markdown."""
     lines = [" | ".join(HEAD), " | ".join(["---"] * len(HEAD))]
     for name, one in told.items():
-        settled = slice(20, None)
+        settled = slice(10, None)
         error = [e for e in one.mean("accumulation_error_ratio", "lora_") if e == e]
         off = (
             "" if name in (BOTH, RESTORED) or "May" in name else f"{distance(one, told[BOTH]):.1%}"
@@ -43,7 +43,7 @@ def table(told: Mapping[str, Told]) -> str:
                     f"{median(one.mean('update_lost_ratio', 'lora_A')[settled]):.1%}",
                     f"{median(one.mean('update_lost_ratio', 'lora_B')[settled]):.1%}",
                     f"{median(error):.2%}" if error else "0",
-                    f"{mean(one.loss[-40:]):.4f}",
+                    f"{mean(one.loss[-20:]):.4f}",
                     off,
                     found,
                 )

@@ -2,14 +2,15 @@
 
 import json
 import shutil
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
+
+from kubelora_trainer.cli import main
 
 HERE = Path(__file__).parent
 MAY = "May: rate 3e-4, all bf16"
@@ -67,12 +68,11 @@ def _mean(values: list[float]) -> float:
 
 
 def run(story: Story, demo: Path, output: Path) -> Told:
-    """Run the job by the command that a user types; its words go to ``<folder>.log``."""
+    """Run the job as `kubelora train` does; its words go to ``<folder>.log``."""
     folder = output / story.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    kubelora = Path(sys.executable).parent / "kubelora"
-    command = [str(kubelora), "train", str(HERE / "job.yaml")]
+    command = ["train", str(HERE / "job.yaml")]
     for setting in story.settings:
         command += ["--set", setting]
     for claim, place in (
@@ -81,8 +81,11 @@ def run(story: Story, demo: Path, output: Path) -> Told:
         ("six-days-output", folder),
     ):
         command += ["--mount", f"{claim}={place}"]
-    with (output / f"{story.folder}.log").open("wb") as log:
-        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+    log = output / f"{story.folder}.log"
+    with log.open("w") as words, redirect_stdout(words), redirect_stderr(words):
+        code = main(command, standalone_mode=False)  # in this process: imports are most of a start
+    if code:
+        raise SystemExit(f"{story.name}: kubelora train ended with {code}, see {log}")
     return read(folder)
 
 
