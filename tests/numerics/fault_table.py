@@ -112,6 +112,7 @@ FAULTS: tuple[Fault, ...] = (
             precision=dict(LOSSY["accumulator"]),
             training={"steps": 8, "gradientAccumulation": 256},
             dataset={"crop": "center"},
+            adapter={"rank": 4, "targetPatterns": ["mid_block.*attn.*to_.*"]},  # for speed alone
         ),
         frozenset({"GradientAbsorbed"}),
     ),
@@ -258,6 +259,17 @@ FAULTS: tuple[Fault, ...] = (
     Fault(19, "lora_B stays 0", CONTRACT, 2, run_with(broken.frozen_up_projections)),
     Fault(21, "a rank that keeps its own gradient once", "RanksDiverged", 6, unsynchronised),
     Fault(22, "resume without the optimizer's state", "OptimizerStateLost", 11, resumed_anew),
+    Fault(
+        23,
+        "a category whose latents are zero",
+        "LatentsConstant",
+        5,
+        run_with(
+            around=broken.plain_images_encode_to_zero,
+            photographs=Photographs(plain=3),
+            dataset={"crop": "center"},
+        ),
+    ),
     Fault(
         24,
         "clipping gets a norm 10000 times too large",

@@ -14,11 +14,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from kubelora_trainer import latents
 from kubelora_trainer import schedule as rates
 from kubelora_trainer import train as loop
+from kubelora_trainer.base_model import BaseModel
 from kubelora_trainer.buffers import AdapterBuffers, GroupRange
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.gang import Exchanged
+from kubelora_trainer.images import TrainingImage
 from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.order import SampleDraw, SampleOrder
 from kubelora_trainer.train import MicroBatch, Parts
@@ -244,6 +247,32 @@ def optimizer_not_loaded() -> Iterator[None]:
     """A resume that leaves the optimizer as new."""
     with patch.object(FlatAdamW, "load", lambda *arguments: None):
         yield
+
+
+@contextmanager
+def plain_images_encode_to_zero() -> Iterator[None]:
+    """The VAE gives nothing for images of a single colour."""
+    real = latents.encode
+
+    def encode(base: BaseModel, image: TrainingImage) -> Tensor:
+        moments = real(base, image)
+        return (
+            torch.zeros_like(moments) - 30.0 * _variance_half(moments) if _plain(image) else moments
+        )
+
+    with patch.object(latents, "encode", encode):
+        yield
+
+
+def _plain(image: TrainingImage) -> bool:
+    return float(image.pixels.std()) < 1e-3
+
+
+def _variance_half(moments: Tensor) -> Tensor:
+    """1 where the log variances stand, so that they are -30 there: the posterior is a point."""
+    half = torch.zeros_like(moments)
+    half[len(moments) // 2 :] = 1.0
+    return half
 
 
 def gradients_through(dtype: torch.dtype) -> Injection:

@@ -25,12 +25,14 @@ EDGE = 96
 class Photographs:
     """A folder to write. count: photographs in it. captions: False for empty ones.
 
-    opaque: share of each photograph that is not transparent.
+    opaque: share of each photograph that is not transparent. plain: photographs of one grey, in a
+    category of their own, among them.
     """
 
     count: int = 8
     captions: bool = True
     opaque: float = 1.0
+    plain: int = 0
 
 
 @dataclass
@@ -55,7 +57,9 @@ class Scene:
 
     def photographs(self, wanted: Photographs) -> Path:
         """The folder of ``wanted``, written at its first use."""
-        name = f"small-{wanted.count}-{wanted.captions}-{wanted.opaque}".replace(".", "_").lower()
+        name = f"small-{wanted.count}-{wanted.captions}-{wanted.opaque}-{wanted.plain}".replace(
+            ".", "_"
+        ).lower()
         folder = self.folder / name
         if not (folder / "metadata.jsonl").is_file():
             _write(self.folder / "photos", folder, wanted)
@@ -84,15 +88,18 @@ def _write(photos: Path, folder: Path, wanted: Photographs) -> None:
     folder.mkdir(exist_ok=True)
     entries = [json.loads(line) for line in (photos / "metadata.jsonl").read_text().splitlines()]
     lines = []
-    for entry in entries[: wanted.count]:
+    for index, entry in enumerate(entries[: wanted.count]):
         source = Image.open(photos / entry["file_name"]).convert("RGB").resize((EDGE, EDGE))
         name = Path(entry["file_name"]).with_suffix(".png").name
         picture = np.asarray(source)
+        if plain := index < wanted.plain:
+            picture = np.full_like(picture, 128)
         if wanted.opaque < 1.0:
             alpha = np.zeros((EDGE, EDGE, 1), dtype=np.uint8)
             alpha[: round(EDGE * wanted.opaque)] = 255
             picture = np.concatenate([picture, alpha], axis=2)
         Image.fromarray(picture).save(folder / name)
         caption = entry["text"] if wanted.captions else ""
-        lines.append(json.dumps({"file_name": name, "text": caption}))
+        told = {"file_name": name, "text": caption}
+        lines.append(json.dumps(told | ({"category": "plain"} if plain else {})))
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
