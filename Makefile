@@ -54,7 +54,8 @@ numerics: dev ## The fault benchmark: every fault, and each healthy configuratio
 
 .PHONY: numerics-full
 numerics-full: dev ## Every fault, and 20 seeds of each healthy configuration; goes on where it was ended
-	@OMP_NUM_THREADS=1 $(PY) -m tests.numerics --seeds 20 --record build/numerics.jsonl
+	@OMP_NUM_THREADS=1 $(PY) -m tests.numerics --seeds 20 --record build/numerics.jsonl \
+	  --report docs/numerics-results.md
 
 $(VENV)/.examples: $(SOURCES) | $(VENV)/.trainer
 	@$(UV_INSTALL) -e '.[trainer,demo,examples]'

@@ -9,10 +9,11 @@ Each run's outcome is appended to ``--record`` at once; runs recorded there are 
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import torch
 from tests.numerics.bench import Observation, observe_run
 from tests.numerics.fault_table import FAULTS, Fault
 from tests.numerics.healthy_table import HEALTHY, Healthy
+from tests.numerics.results_page import FaultRow, HealthyRow, page
 from tests.numerics.scene import Scene
 
 
@@ -73,11 +75,8 @@ def main(arguments: Sequence[str]) -> int:
         faults = [f for f in FAULTS if options.only in f.name and not options.healthy]
         shown = [_show_fault(scene, f, output) for f in faults]
         matrix = [h for h in HEALTHY if options.only in h.name and not options.faults]
-        quiet = [
-            v
-            for healthy in matrix
-            for v in _healthy_runs(scene, healthy, options, recorded, output)
-        ]
+        by_row = {h.name: list(_healthy_runs(scene, h, options, recorded, output)) for h in matrix}
+    quiet = [verdict for verdicts in by_row.values() for verdict in verdicts]
     detected = {f.number for f in faults} - {
         f.number for f, v in zip(faults, shown, strict=True) if not v.good
     }
@@ -86,7 +85,27 @@ def main(arguments: Sequence[str]) -> int:
         f"numerics: detected {len(detected)}/{len({f.number for f in faults})}, "
         f"false alarms {alarms}/{len(quiet)}"
     )
+    if options.report:
+        options.report.write_text(_report(arguments, faults, shown, by_row))
     return 1 if alarms or not all(v.good for v in shown) else 0
+
+
+def _report(
+    arguments: Sequence[str],
+    faults: Sequence[Fault],
+    shown: Sequence[Verdict],
+    by_row: Mapping[str, Sequence[Verdict]],
+) -> str:
+    command = shlex.join(["python", "-m", "tests.numerics", *arguments])
+    rows = [
+        FaultRow(f.number, f.name, f.expected, v.step, f.limit, v.good)
+        for f, v in zip(faults, shown, strict=True)
+    ]
+    healthy = [
+        HealthyRow(name, len(vs), sum(not v.good for v in vs), sum(v.seconds for v in vs))
+        for name, vs in by_row.items()
+    ]
+    return page(command, rows, healthy)
 
 
 def _show_fault(scene: Scene, fault: Fault, output: Path) -> Verdict:
@@ -146,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", action="store_true", help="faults alone")
     parser.add_argument("--healthy", action="store_true", help="the healthy matrix alone")
     parser.add_argument("--record", type=Path, help="JSON lines of the healthy runs done so far")
+    parser.add_argument("--report", type=Path, help="write the outcome as Markdown")
     parser.add_argument("--scene", type=Path, help="folder that keeps model and photographs")
     return parser
 

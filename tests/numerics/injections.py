@@ -148,12 +148,15 @@ def _norm(tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 @contextmanager
-def one_timestep() -> Iterator[None]:
-    """Every sample is drawn at the same timestep; the noise alone differs."""
+def one_draw() -> Iterator[None]:
+    """Every sample is drawn at the same timestep with the same noise: gradients of one direction."""
     real = SampleOrder.samples_of
 
     def coherent(order: SampleOrder, micro_step: int) -> tuple[SampleDraw, ...]:
-        return tuple(replace(draw, timestep=0.5) for draw in real(order, micro_step))
+        return tuple(
+            replace(draw, timestep=0.5, noise_seed=7, posterior_seed=7)
+            for draw in real(order, micro_step)
+        )
 
     with patch.object(SampleOrder, "samples_of", coherent):
         yield

@@ -12,6 +12,7 @@ from tests.numerics.__main__ import judge_fault, judge_healthy
 from tests.numerics.bench import Injection, Observation, Seen
 from tests.numerics.fault_table import FAULTS, Fault
 from tests.numerics.healthy_table import HEALTHY
+from tests.numerics.results_page import FaultRow, HealthyRow, page
 from tests.trainer.engine import Engine
 
 FAULT = Fault(
@@ -49,6 +50,19 @@ def test_a_healthy_run_may_show_not_even_a_warning_and_must_reach_its_end() -> N
     assert judge_healthy(seen({}))[0]
     assert not judge_healthy(seen({"Any": Seen(3, "warning", None, None)}))[0]
     assert not judge_healthy(seen({}, error="ended"))[0]
+
+
+def test_the_page_tells_misses_alarms_and_the_bound_that_silence_gives() -> None:
+    fault = FaultRow(1, "sums", "AccumulationError", 8, 9, good=True)
+    missed = FaultRow(9, "scaled", "Departure", None, 9, good=False)
+    quiet = HealthyRow("plain", 800, 0, 800.0)
+    told = page("make x", [fault, missed], [quiet])
+    assert "| 1 | sums | AccumulationError | 8 | 9 |" in told
+    assert "| 9 | scaled | Departure | **missed** (never) | 9 |" in told
+    # No alarm in 800: 1 - 0.05^(1/800) = 0.374 %.
+    assert "800 runs of 1 configurations, 0 with an alarm" in told
+    assert "below 0.37% a run" in told
+    assert "bounds" not in page("make x", [], [HealthyRow("plain", 800, 1, 800.0)])
 
 
 def test_names_of_rows_are_unique() -> None:
