@@ -30,7 +30,7 @@ def draw(told: Mapping[str, Told], path: Path) -> None:
     _loss(axes[0][1], told)
     _lost(axes[1][0], told)
     _learned(axes[1][1], told)
-    figure.tight_layout(h_pad=2.5, w_pad=2.5)
+    figure.tight_layout(h_pad=2.5)
     figure.savefig(path)
     plt.close(figure)
 
@@ -52,8 +52,8 @@ def _collapse(axes: Axes, told: Mapping[str, Told]) -> None:
 def _loss(axes: Axes, told: Mapping[str, Told]) -> None:
     for name, one in told.items():
         axes.plot(smooth(one.loss, 25), color=COLOURS[name], label=name, linewidth=1.2)
-    axes.set(title="Loss (median of 25 steps): it tells none of this", xlabel="step")
-    axes.set_ylim(bottom=0)
+    axes.set(title="Loss (median of 25 steps): June's four lie on each other", xlabel="step")
+    axes.set_ylim(1.1, 1.25)
     axes.legend(fontsize=8, loc="lower left", ncols=2)
 
 
@@ -68,11 +68,11 @@ def _lost(axes: Axes, told: Mapping[str, Told]) -> None:
             axes.annotate(
                 f"UpdatesLost, step {step}",
                 (step, LIMIT),
-                (step + 12, 0.25),
+                (step + 3, 0.3),
                 arrowprops={"arrowstyle": "->"},
             )
     axes.set(title="Share of lora_A's updates that change nothing", xlabel="step", ylim=(-0.03, 1))
-    axes.legend(fontsize=8, loc="center right")
+    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.04))
 
 
 def _learned(axes: Axes, told: Mapping[str, Told]) -> None:
