@@ -147,6 +147,12 @@ class Health(ApiModel):
         "checkpoint from before the finding and on with data it has not seen; a second critical "
         "finding fails the job.",
     )
+    baseline: InputPlace | None = Field(
+        None,
+        description="Output of an earlier, good run (its output.uri). What differs from it is "
+        "printed and kept in the manifest; gradient norms that leave its range at the same "
+        "progress are a critical finding. Default: none.",
+    )
     dump_gradients: DumpGradients | None = Field(
         None, description="Raw gradients to write down, to look for a cause. Default: none."
     )

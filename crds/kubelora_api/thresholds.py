@@ -360,7 +360,18 @@ LATENTS_CONSTANT: Final = Event(
     "they are blank. Look at the images; on a VAE that overflows in half precision, set model.vae.",
     reason="SDXL's latents are scaled to a deviation of 1; a photograph of a plain wall has 0.1.",
 )
-EVENTS: Final = (ROLLED_BACK, LATENTS_CONSTANT)
+BASELINE_DEPARTURE: Final = Event(
+    finding="BaselineDeparture",
+    severity="critical",
+    quantity="gradient norm over the baseline's, medians over 1/24 of the run, two in a row",
+    limit=2.0,
+    sentence="Gradients have left the range of health.baseline: look at what differs, learning "
+    "rate and schedule first. If that is meant, leave health.baseline out.",
+    reason="Between seeds the medians differ by some per cent; the limit is the larger of a factor "
+    "of 2 and four deviations. A rate cut to a third shows as 0.3 in lora_A from the first bins "
+    "on, while the loss stays within 2 %.",
+)
+EVENTS: Final = (ROLLED_BACK, LATENTS_CONSTANT, BASELINE_DEPARTURE)
 
 FINDINGS: Final[tuple[Threshold | Event, ...]] = (*THRESHOLDS, *EVENTS)
 """Everything that can be found."""

@@ -55,6 +55,7 @@ def claims_of(spec: JobSpec) -> dict[str, bool]:
         spec.model.vae,
         spec.adapter.from_,
         spec.dataset.uri,
+        spec.health.baseline,
         *extra,
     ]
     claims = {p.root: True for uri in inputs if uri and (p := parse_place(uri)).scheme == "pvc"}

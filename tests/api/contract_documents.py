@@ -292,6 +292,12 @@ WRONG: tuple[Wrong, ...] = (
     ),
     Wrong("compile as text", "spec/training/compile", "yes", "spec.training.compile"),
     Wrong("unknown policy", "spec/health", {"policy": "warn"}, "spec.health.policy"),
+    Wrong(
+        "a baseline at an unknown place",
+        "spec/health",
+        {"baseline": "ftp://host/run"},
+        "spec.health.baseline",
+    ),
     Wrong("keep no checkpoint", "spec/checkpoint", {"keep": 0}, "spec.checkpoint.keep"),
     Wrong("workers 0", "spec/workers", {"nodes": 0}, "spec.workers.nodes"),
     Wrong("workers as a number", "spec/workers", 0, "spec.workers"),
@@ -512,6 +518,9 @@ RIGHT: dict[str, Document] = {
         changed("spec/training/noiseOffset", 0.05, changed("spec/dataset/alpha", "mask")),
     ),
     "suspended by its findings": changed("spec/health", {"policy": "Suspend"}),
+    "held against a good run": changed(
+        "spec/health", {"policy": "Suspend", "baseline": "pvc://adapters/bottles-may"}
+    ),
     "back once": changed("spec/health", {"policy": "Rollback"}),
     "gradients dumped by default": changed("spec/health", {"dumpGradients": {}}),
     "gradients dumped on a condition": changed(

@@ -250,6 +250,17 @@ def test_the_claim_that_lends_configurations_to_a_single_file_is_read() -> None:
     assert mounts["/kubelora/claims/pipelines"] is True
 
 
+def test_the_claim_of_the_baseline_is_read_and_stays_writable_where_it_is_the_output_too() -> None:
+    one = document(health={"baseline": "pvc://good/bottles-may"})
+    pod = build_job(parse_job(one), 1, "trainer:1")["spec"]["template"]["spec"]
+    mounts = {m["mountPath"]: m.get("readOnly") for m in pod["containers"][0]["volumeMounts"]}
+    assert mounts["/kubelora/claims/good"] is True
+    same = document(health={"baseline": "pvc://adapters/bottles-may"})
+    pod = build_job(parse_job(same), 1, "trainer:1")["spec"]["template"]["spec"]
+    mounts = {m["mountPath"]: m.get("readOnly") for m in pod["containers"][0]["volumeMounts"]}
+    assert mounts["/kubelora/claims/adapters"] is None
+
+
 def test_the_longest_name_gives_a_host_name_that_is_still_legal() -> None:
     # An Indexed Job's pod is called <job>-<index>-<5>, its host <job>-<index>: 63 at most.
     assert len(child_name("a" * 40, UID, 9999)) + len("-0-abcde") <= 63

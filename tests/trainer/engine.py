@@ -15,6 +15,7 @@ from kubelora_api.report import RunReport
 from kubelora_api.spec import Health
 from kubelora_api.status import Finding
 from kubelora_api.training_spec import Training
+from kubelora_trainer.baseline import open_baseline
 from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.checkpoint import RunPosition, resume, resume_from, save_checkpoint
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
@@ -34,6 +35,7 @@ from kubelora_trainer.progress import LineView
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.rollback import go_back
 from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.run_record import RunRecord
 from kubelora_trainer.schedule import steps_that_moved
 from kubelora_trainer.startup_contract import FirstGradients
 from kubelora_trainer.telemetry import GradientTelemetry
@@ -65,10 +67,10 @@ def job(output: str = "out", **training: object) -> LoraTrainingJob:
     )
 
 
-def tiny_factors(rank: int = 2, width: int = 5) -> list[Factor]:
+def tiny_factors(rank: int = 2, width: int = 5, seed: int = 0) -> list[Factor]:
     factors = []
     for block in ("down", "up"):
-        generator = torch.Generator().manual_seed(len(block))
+        generator = torch.Generator().manual_seed(len(block) + 100 * seed)
         down = nn.Parameter(torch.randn(rank, width, generator=generator))
         up = nn.Parameter(torch.zeros(width, rank))
         factors += [
@@ -78,12 +80,12 @@ def tiny_factors(rank: int = 2, width: int = 5) -> list[Factor]:
     return factors
 
 
-def objective_of(factors: list[Factor]) -> Callable[[int], Loss]:
+def objective_of(factors: list[Factor], seed: int = 0) -> Callable[[int], Loss]:
     """A function of the micro-step and the weights: Σ over modules of |x + B·A·x - y|²."""
     width = factors[0].parameter.shape[1]
 
     def objective(micro_step: int) -> Loss:
-        generator = torch.Generator().manual_seed(micro_step)
+        generator = torch.Generator().manual_seed(micro_step + 100_000 * seed)
         x = torch.randn(width, generator=generator)
         total = torch.zeros(())
         for down, up in zip(factors[::2], factors[1::2], strict=True):
@@ -115,6 +117,8 @@ class Engine:
         gang: Gang = ALONE,
         rank: int = 2,
         width: int = 5,
+        draws: int = 0,
+        baseline: Path | None = None,
         **training: object,
     ) -> None:
         self.warnings: list[str] = []
@@ -127,7 +131,7 @@ class Engine:
         )
         assert isinstance(claimed, OutputFolder)
         self.folder: OutputFolder = claimed
-        self.factors = tiny_factors(rank, width)
+        self.factors = tiny_factors(rank, width, draws)
         self.buffers = AdapterBuffers(self.factors, precision, gang.tail_elements(0))
         spec: Training = self.job.spec.training
         scales = rate_scales(self.buffers.slots, spec)
@@ -150,6 +154,14 @@ class Engine:
         self.position = gang.adopt(begin, self.buffers, [])
         steps = spec.steps or 1
         self.plan = Plan(steps, steps * spec.gradient_accumulation, spec.gradient_accumulation)
+        self.folder.record = RunRecord(total_steps=steps, dataset_sha256=f"draws {draws}")
+        self.baseline = (
+            open_baseline(
+                "pvc://a/good", baseline, self.job.document(), {}, f"draws {draws}", steps
+            )
+            if baseline
+            else None
+        )
         self.registry = CollectorRegistry()
         report = RunReport(run_id="tiny", attempt=1, phase="Training", total_steps=steps)
         self.exporter = Exporter(self.registry, report, 0, any_port=True, everywhere=False)
@@ -159,6 +171,7 @@ class Engine:
             slots=self.buffers.slots,
             policy=self.policy,
             facts=facts_of(spec, self.buffers, steps),
+            baseline=self.baseline,
             metrics=TrainerMetrics(self.registry, precision),
             exporter=self.exporter,
             run_log=self.run_log,
@@ -171,7 +184,7 @@ class Engine:
         self.parts = Parts(
             training=spec,
             plan=self.plan,
-            objective=objective_of(self.factors),
+            objective=objective_of(self.factors, draws),
             buffers=self.buffers,
             optimizer=self.optimizer,
             telemetry=self.telemetry,

@@ -160,6 +160,26 @@ def test_the_policy_rollback_records_what_it_left_out_and_fails_the_second_time(
     assert (rollback["back_to"], rollback["found_at"], rollback["skipped"]) == (0, 8, [0, 18])
 
 
+def test_a_baseline_is_compared_before_the_first_step_and_kept_in_the_manifest(
+    train: Train, tmp_path: Path
+) -> None:
+    assert train().exit_code == 0
+    (tmp_path / "out").rename(tmp_path / "good")
+    (tmp_path / "out").mkdir()
+    done = train(
+        "spec.health.baseline=pvc://good",
+        "spec.training.learningRate=1e-4",
+        mounts={"good": tmp_path / "good"},
+    )
+    assert done.exit_code == 0, done.output
+    assert "training.learningRate: 0.0001 here, 0.001 there" in done.output
+    record = json.loads((tmp_path / "out" / "manifest.json").read_text())["record"]
+    fields = [d["field"] for d in record["baseline"]["differences"]]
+    assert fields == ["training.learningRate"]
+    assert record["baseline"]["not_compared"] == "3 steps are too few"
+    assert (record["total_steps"], len(record["dataset_sha256"])) == (3, 64)
+
+
 def test_metrics_and_status_are_served_while_it_trains(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

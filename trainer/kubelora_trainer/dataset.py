@@ -1,5 +1,7 @@
 """The images and captions that a run trains on, each read when it is needed."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,14 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def digest(self) -> str:
+        """sha256 of all that is trained on: images, captions, categories, repeats, weights."""
+        digest = hashlib.sha256()
+        for s in self.samples:
+            told = [s.sha256, s.caption, s.category, s.repeats, s.loss_weight, s.use_prefix]
+            digest.update(json.dumps(told).encode() + b"\n")
+        return digest.hexdigest()
 
     def order(self, seed: int, batch_size: int) -> SampleOrder:
         """The order of the samples in micro-batches of one training size each."""

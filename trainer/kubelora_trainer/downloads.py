@@ -4,12 +4,14 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
 
+from kubelora_api.names import OutputPath
 from kubelora_trainer.errors import ConfigurationError
 
-Content = Literal["model", "configuration", "vae", "dataset", "adapter"]
+Content = Literal["model", "configuration", "vae", "dataset", "adapter", "run"]
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 MODEL_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
@@ -27,6 +29,8 @@ def wanted_files(content: Content, variant: str | None) -> list[str] | None:
         return None
     if content == "adapter":
         return ["*.safetensors"]
+    if content == "run":
+        return [OutputPath.MANIFEST, OutputPath.GROUP_LOG]
     if content == "configuration":
         return ["model_index.json", "scheduler/*.json", "tokenizer/*", "tokenizer_2/*"] + [
             f"{part}/config.json" for part in MODEL_PARTS
@@ -105,18 +109,23 @@ class FileSystem(Protocol):
         """Copy one remote file to a local path."""
 
 
-def download_bucket(uri: str, cache: Path) -> Path:
-    """Copy of everything below an s3:// prefix. Raises ConfigurationError."""
+def download_bucket(uri: str, cache: Path, wanted: Sequence[str] | None = None) -> Path:
+    """Copy of everything below an s3:// prefix, or of the files ``wanted`` there.
+
+    Raises ConfigurationError.
+    """
     import fsspec
 
     try:
         system = fsspec.filesystem(uri.partition("://")[0])
     except ImportError:
         raise ConfigurationError(f"{uri} needs the package s3fs: pip install s3fs.") from None
-    return download_tree(system, uri, cache)
+    return download_tree(system, uri, cache, wanted)
 
 
-def download_tree(system: FileSystem, uri: str, cache: Path) -> Path:
+def download_tree(
+    system: FileSystem, uri: str, cache: Path, wanted: Sequence[str] | None = None
+) -> Path:
     """Copy of the tree below ``uri`` in ``cache``, reused while names, sizes and etags are equal.
 
     A folder of the cache is complete or absent: it is filled aside and renamed.
@@ -127,6 +136,7 @@ def download_tree(system: FileSystem, uri: str, cache: Path) -> Path:
             str(PurePosixPath(name.strip("/")).relative_to(prefix)): (name, details)
             for name, details in system.find(prefix, detail=True).items()
             if not any(PurePosixPath(name).match(pattern) for pattern in PICKLES)
+            and (wanted is None or name.strip("/").removeprefix(f"{prefix}/") in wanted)
         }
         if not listing:
             raise ConfigurationError(f"{uri} holds no files: correct the bucket or the prefix.")

@@ -10,12 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from pydantic import TypeAdapter
+
 from kubelora_api.status import Finding, HealthStatus, Verdict
 from kubelora_api.thresholds import THRESHOLDS, Threshold
+from kubelora_trainer.envelope import Passage
 from kubelora_trainer.judging import Memory, RunFacts, at_resume, remembered, values_of
 from kubelora_trainer.step_numbers import StepNumbers
 
 MAX_FINDINGS = 10
+_PASSAGE = TypeAdapter(Passage)
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class WatchState:
     active: findings that the newest step still shows.
     accepted: active findings that the user went on from; dropped once they clear.
     memory: what single steps are compared with.
+    passage: where the run is in the range of its baseline.
     """
 
     recent: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
@@ -37,6 +42,7 @@ class WatchState:
     active: frozenset[str] = frozenset()
     accepted: frozenset[str] = frozenset()
     memory: Memory = field(default_factory=Memory)
+    passage: Passage = field(default_factory=Passage)
 
     @property
     def verdict(self) -> Verdict:
@@ -183,6 +189,7 @@ def to_json(state: WatchState) -> dict[str, object]:
         "active": sorted(state.active),
         "accepted": sorted(state.accepted),
         "first_losses": list(state.memory.first_losses),
+        "passage": _PASSAGE.dump_python(state.passage, mode="json"),
         "scales": {g: list(v) for g, v in (state.memory.scales or {}).items()},
     }
 
@@ -209,4 +216,5 @@ def from_json(saved: Mapping[str, object]) -> WatchState:
         active=frozenset(active),
         accepted=frozenset(accepted),
         memory=Memory(tuple(losses), {g: tuple(v) for g, v in scales.items()}),
+        passage=_PASSAGE.validate_python(saved.get("passage", {})),
     )

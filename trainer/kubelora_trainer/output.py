@@ -20,7 +20,7 @@ from kubelora_api.names import OutputPath
 from kubelora_api.status import Artifact
 from kubelora_trainer.atomic_files import write_file, writing_to
 from kubelora_trainer.errors import ConfigurationError
-from kubelora_trainer.health_policy import Rollback
+from kubelora_trainer.run_record import RunRecord
 from kubelora_trainer.run_settings import (
     MAY_CHANGE,
     changes,
@@ -32,18 +32,6 @@ from kubelora_trainer.run_settings import (
 
 RunState = Literal["Running", "Interrupted", "Suspended", "Failed", "Done"]
 RECORDED_PACKAGES = ("kubelora", "torch", "diffusers", "transformers", "peft", "safetensors")
-
-
-class RunRecord(BaseModel):
-    """What a run learns about itself on its way.
-
-    rollback: that it went back once. pushed: where its artifacts have been copied to.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    rollback: Rollback | None = None
-    pushed: str = ""
 
 
 class Manifest(BaseModel):

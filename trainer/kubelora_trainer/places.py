@@ -9,7 +9,13 @@ from pathlib import Path
 
 from kubelora_api import names
 from kubelora_api.places import Place, parse_place
-from kubelora_trainer.downloads import Content, cache_directory, download_bucket, download_hub
+from kubelora_trainer.downloads import (
+    Content,
+    cache_directory,
+    download_bucket,
+    download_hub,
+    wanted_files,
+)
 from kubelora_trainer.errors import ConfigurationError
 
 
@@ -35,7 +41,8 @@ def resolve_input(
     if place.scheme == "hf":
         return download_hub(place.root, place.revision, content, variant)
     if place.scheme == "s3":
-        return download_bucket(uri, cache or cache_directory())
+        wanted = wanted_files(content, None) if content == "run" else None
+        return download_bucket(uri, cache or cache_directory(), wanted)
     if place.scheme == "pvc":
         return _existing(uri, _in_claim(place, uri, mounts, claims))
     return _existing(uri, Path(place.path).expanduser())

@@ -14,6 +14,7 @@ from kubelora_api.report import RunPhase
 from kubelora_api.spec import Health
 from kubelora_api.status import CheckpointStatus, Finding
 from kubelora_trainer import health, health_policy
+from kubelora_trainer.baseline import Baseline
 from kubelora_trainer.buffers import Slot
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
@@ -47,6 +48,7 @@ class Reporter:
         slots: tuple[Slot, ...],
         policy: Health,
         facts: RunFacts,
+        baseline: Baseline | None = None,
         metrics: TrainerMetrics,
         exporter: Exporter | Board,
         run_log: RunLog | NoLog,
@@ -58,6 +60,7 @@ class Reporter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._slots, self._policy, self._facts = slots, policy, facts
+        self._baseline = baseline
         self._metrics, self._exporter = metrics, exporter
         self._run_log, self._progress = run_log, progress
         self._first_gradients = first_gradients
@@ -115,6 +118,8 @@ class Reporter:
         for finding in self._elsewhere(numbers.step):
             if finding.name not in self.watch.found:
                 self.watch = health.with_finding(self.watch, finding)
+        if self._baseline:
+            self.watch = self._baseline.compare(self.watch, numbers, self._facts.total_steps)
         if numbers.step > UNSETTLED_STEPS or self.norm_range is None:
             self.norm_range = _widen(self.norm_range, numbers.grad_norm, numbers.step)
         seconds, per_second, left = self._timing(numbers)

@@ -19,6 +19,7 @@ from kubelora_api.report import RunReport
 from kubelora_api.spec import Health
 from kubelora_api.status import Artifact, Finding
 from kubelora_trainer.adapter import AdapterModule, trained_layers
+from kubelora_trainer.baseline import hold_against
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.category_losses import CategoryLosses
 from kubelora_trainer.checkpoint import RunPosition, save_checkpoint
@@ -181,6 +182,7 @@ def _train_and_export(
     results = average.weights if average else buffers.masters
     position, resumed_from = _begin(run, folder, buffers, optimizer, saved_parts)
     compare(run.gang, material, buffers, position)
+    baseline = hold_against(run, folder, dataset, plan.optimizer_steps)
     metrics.plan_steps(position.step, plan.optimizer_steps)
     exporter.report = exporter.report.model_copy(
         update={"phase": "Training", "step": position.step, "total_steps": plan.optimizer_steps}
@@ -193,6 +195,7 @@ def _train_and_export(
             slots=buffers.slots,
             policy=spec.health if run.first else Health(),
             facts=facts_of(spec.training, buffers, plan.optimizer_steps),
+            baseline=baseline,
             metrics=metrics,
             exporter=exporter,
             run_log=run_log,
@@ -253,6 +256,11 @@ def _train_and_export(
             checkpoint(earlier)
             folder.record = folder.record.model_copy(update={"rollback": earlier.rollback})
             folder.write_manifest("Running")
+            if run.gang.share.size > 1:  # the other ranks can't be called back from their window
+                raise Interrupted(
+                    f"training went back to step {earlier.step}; all ranks go on from there when "
+                    "they start again"
+                )
             return earlier
 
         if resumed_from is not None:

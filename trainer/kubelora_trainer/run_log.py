@@ -45,9 +45,8 @@ class RunLog:
     def rewind(self, step: int) -> None:
         """Drop the rows of all steps after ``step``, for they come again."""
         self._steps = [numbers for numbers in self._steps if numbers.step <= step]
-        self._factors.rewind(step)
-        self._groups.rewind(step)
-        self._categories.rewind(step)
+        for parts in (self._factors, self._groups, self._categories):
+            parts.rewind(step)
 
     def append(self, numbers: StepNumbers) -> None:
         """Keep one step's rows. Raises ConfigurationError if a part is due and refused."""
