@@ -149,7 +149,7 @@ def _norm(tensors: tuple[Tensor, ...]) -> Tensor:
 
 @contextmanager
 def one_draw() -> Iterator[None]:
-    """Every sample is drawn at the same timestep with the same noise: gradients of one direction."""
+    """Every sample is drawn at one timestep with one noise: gradients of one direction."""
     real = SampleOrder.samples_of
 
     def coherent(order: SampleOrder, micro_step: int) -> tuple[SampleDraw, ...]:

@@ -145,6 +145,15 @@ def test_a_bucket_is_copied_once_and_again_when_it_changes(tmp_path: Path) -> No
         download_tree(system, "memory://bottles/none", tmp_path)
 
 
+def test_of_an_earlier_run_in_a_bucket_only_manifest_and_log_are_copied(tmp_path: Path) -> None:
+    system = fsspec.filesystem("memory")
+    for name in ("manifest.json", "groups.parquet", "checkpoints/step-000500/adapter.safetensors"):
+        system.pipe(f"/runs/may/{name}", b"x")
+    folder = download_tree(system, "memory://runs/may", tmp_path, wanted_files("run", None))
+    names = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    assert names == {"manifest.json", "groups.parquet"}
+
+
 def test_a_bucket_needs_s3fs_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
