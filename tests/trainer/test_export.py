@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -191,5 +192,20 @@ def test_the_metadata_tells_alpha_and_patterns(demo: DemoPaths, tmp_path: Path) 
     with safe_open(file.path, framework="pt") as opened:
         metadata = json.loads(opened.metadata()["lora_adapter_metadata"])
     assert metadata["unet.lora_alpha"] == 3
-    assert metadata["unet.rank_pattern"] == dict(UNEVEN.rank_pattern)
+    told = metadata["unet.rank_pattern"]
+    assert {re.sub(r"^\(\?#\d\d\)", "", key): told[key] for key in told} == UNEVEN.rank_pattern
     assert metadata["unet.target_modules"] == sorted(metadata["unet.target_modules"])
+
+
+def test_the_first_of_two_patterns_that_match_still_wins_in_the_file(
+    demo: DemoPaths, tmp_path: Path
+) -> None:
+    """Diffusers sorts the metadata by name; a layer of both patterns would change its alpha."""
+    adapter = Adapter(rank=4, alpha_pattern={r"mid_block\..*": 2.0, r"attn1\.to_q": 40.0})
+    unet, layers = _trained(demo.model, adapter)
+    both = [o.module for o in layers if re.match(r"mid_block.*attn1\.to_q", o.module.name)]
+    assert both
+    assert {module.alpha for module in both} == {2.0}
+    file = export_diffusers(unet, layers, tmp_path)
+    [check] = verify_export(demo.model, [file.path], unet, layers)
+    assert check.deviation == 0.0

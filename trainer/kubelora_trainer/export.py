@@ -147,9 +147,22 @@ def _check_finite(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
 def adapter_metadata(model: Any) -> dict[str, Any]:
     """peft's configuration of the adapter, with sets sorted: equal adapters give equal files."""
     config = model.peft_config[ADAPTER_NAME].to_dict()
+    for field in ("rank_pattern", "alpha_pattern"):
+        config[field] = in_lasting_order(config[field])
     return {
         key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
     }
+
+
+def in_lasting_order(patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """The same patterns, whose first match still wins once diffusers has sorted them by name.
+
+    Where sorting would change the order, each gets its number in front, as a regular expression's
+    comment.
+    """
+    if list(patterns) == sorted(patterns):
+        return dict(patterns)
+    return {f"(?#{n:02d}){pattern}": patterns[pattern] for n, pattern in enumerate(patterns)}
 
 
 def _write_whole(target: Path, write: Callable[[Path], None]) -> ExportedFile:
