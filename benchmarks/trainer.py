@@ -2,7 +2,7 @@
 
 a: this trainer. b: this trainer without telemetry. c: the reference loop (reference_loop.py). They
 take turns in one process on one thread, and CPU time is counted: wall time on a busy machine is
-noise. Memory and start-up are those of processes of their own. With a GPU: see gpu.py.
+noise. Memory and start-up are those of processes of their own.
 """
 
 import argparse
