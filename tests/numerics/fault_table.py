@@ -80,6 +80,15 @@ def resumed_anew(scene: Scene, seed: int, output: Path) -> Observation:
         return continue_run(scene, configuration, seed, output)
 
 
+def scaled_against_a_baseline(scene: Scene, seed: int, output: Path) -> Observation:
+    """A good run of another seed, then one whose loss is scaled by 1e-4, held against it."""
+    steps: dict[str, object] = {"steps": 32}
+    good = output.with_name("baseline")
+    observe_run(scene, Configuration({"training": steps}), seed + 1, good)
+    held = Configuration({"training": steps, "health": {"baseline": str(good)}})
+    return observe_run(scene, held, seed, output, broken.scaled_loss(1e-4))
+
+
 def unsynchronised(scene: Scene, seed: int, output: Path) -> Observation:
     """Two ranks over gloo; in step 5 one of them keeps the gradient of its own micro-batches."""
     configuration = Configuration({"workers": {"gpusPerNode": 2}})
@@ -171,6 +180,14 @@ FAULTS: tuple[Fault, ...] = (
         "GradientUnderflow",
         9,
         run_with(broken.gradients_through(torch.float16)),
+    ),
+    Fault(
+        9,
+        "loss scaled by 1e-4, against a baseline",
+        "BaselineDeparture",
+        18,
+        scaled_against_a_baseline,
+        frozenset({"UpdatesDamped"}),  # such gradients are smaller than Adam's eps
     ),
     Fault(
         10,
