@@ -189,16 +189,16 @@ def test_metrics_and_status_are_served_while_it_trains(
     ended = threading.Event()
     port: list[int] = []
 
-    from kubelora_trainer import run
+    from kubelora_trainer import run, serving
 
-    serve = run._serve
+    serve = serving.serve
 
     def noted(*arguments: object) -> object:
         exporter = serve(*arguments)  # type: ignore[arg-type]
         port.append(exporter.port)
         return exporter
 
-    monkeypatch.setattr(run, "_serve", noted)
+    monkeypatch.setattr(run, "serve", noted)
 
     def poll() -> None:
         while not ended.is_set():

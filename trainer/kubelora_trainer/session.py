@@ -1,0 +1,118 @@
+"""What a run does between its steps: begin or resume, checkpoint, roll back, draw samples."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kubelora_api.status import Finding
+from kubelora_trainer.checkpoint import RunPosition, save_checkpoint
+from kubelora_trainer.checkpoint_folders import SavedCheckpoint
+from kubelora_trainer.errors import Interrupted
+from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
+from kubelora_trainer.learner import Learner
+from kubelora_trainer.material import Material
+from kubelora_trainer.optimizer_choice import rate_warning
+from kubelora_trainer.order import Plan
+from kubelora_trainer.output import OutputFolder
+from kubelora_trainer.precision import describe_memory, lossy_warnings
+from kubelora_trainer.publishing import draw
+from kubelora_trainer.reporting import Reporter
+from kubelora_trainer.rollback import go_back
+from kubelora_trainer.run_context import Run
+from kubelora_trainer.schedule import steps_that_moved
+from kubelora_trainer.startup_contract import check_dtypes, check_fresh_adapter
+from kubelora_trainer.together import resume_together
+
+
+def begin(
+    run: Run, folder: OutputFolder, learner: Learner
+) -> tuple[RunPosition, SavedCheckpoint | None]:
+    """Resume or start afresh; check and print the start-up contract."""
+    buffers = learner.buffers
+    resumed = resume_together(run, folder, buffers, learner.saved_parts)
+    beside = {"optimizer state": learner.optimizer.state_bytes}
+    if learner.average:
+        beside["average"] = 4 * buffers.numel
+    run.say(f"contract: {check_dtypes(buffers, learner.optimizer)}")
+    run.say(f"memory of the adapter: {describe_memory(buffers.plan, buffers.numel, beside)}")
+    doubtful = rate_warning(run.job.spec.training)
+    for sentence in [*lossy_warnings(buffers.plan), *([doubtful] if doubtful else [])]:
+        run.warn(sentence)
+    if resumed is None:
+        if not run.job.spec.adapter.from_:
+            check_fresh_adapter(buffers)
+            run.say("contract: a fresh adapter, |B·A| = 0")
+        no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
+        return RunPosition(window_loss=no_loss), None
+    position, saved = resumed
+    run.stop.saved(position.step)
+    run.say(f"resuming from {saved.path} at step {position.step}")
+    folder.record = folder.record.model_copy(update={"rollback": position.rollback})
+    return position, saved
+
+
+@dataclass(frozen=True)
+class Session:
+    """The run as the training loop calls back into it. Rank 0 alone writes."""
+
+    run: Run
+    folder: OutputFolder
+    material: Material
+    learner: Learner
+    plan: Plan
+    reporter: Reporter
+    flush_log: Callable[[], None]
+
+    def checkpoint(self, reached: RunPosition) -> None:
+        """Save everything that the run needs to go on from ``reached``."""
+        if not self.run.first:
+            return
+        spec = self.run.job.spec
+        self.flush_log()
+        saved = save_checkpoint(
+            self.folder,
+            self.learner.buffers,
+            self.learner.saved_parts,
+            self.reporter.position(reached),
+            reached.micro_step - self.plan.window(reached.step).start,
+            spec.checkpoint.keep,
+            HINDSIGHT_STEPS if spec.health.policy == "Rollback" else None,
+        )
+        self.reporter.checkpointed(saved, self.folder)
+        self.run.stop.saved(reached.step)
+
+    def roll_back(self, reached: RunPosition, finding: Finding) -> RunPosition:
+        """Go back to the last healthy checkpoint, and record it.
+
+        Raises Interrupted with several ranks: they start again from there, together.
+        """
+        run, folder, learner = self.run, self.folder, self.learner
+        earlier = go_back(
+            folder,
+            learner.buffers,
+            learner.saved_parts,
+            reached,
+            finding,
+            last_healthy_step(finding),
+            run.warn,
+        )
+        moved = steps_that_moved(run.job.spec.training, earlier.step, learner.skipped_steps)
+        self.reporter.rewind(earlier, moved)
+        self.checkpoint(earlier)
+        folder.record = folder.record.model_copy(update={"rollback": earlier.rollback})
+        folder.write_manifest("Running")
+        if run.gang.share.size > 1:  # the other ranks can't be called back from their window
+            raise Interrupted(
+                f"training went back to step {earlier.step}; all ranks go on from there when "
+                "they start again"
+            )
+        return earlier
+
+    def draw_if_due(self, reached: RunPosition) -> None:
+        """Draw sample images where ``validation.everySteps`` says so; the end draws its own."""
+        every = self.run.job.spec.validation.every_steps
+        due = every and reached.step % every == 0 and reached.step < self.plan.optimizer_steps
+        if due and self.run.first:
+            with self.learner.buffers.showing(self.learner.result):
+                draw(self.run, self.folder, self.material, reached.step)
