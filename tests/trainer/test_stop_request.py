@@ -133,9 +133,9 @@ def test_a_stop_while_the_cache_is_filled_keeps_what_is_done(
 @pytest.mark.parametrize(
     "phase",
     [
-        "kubelora_trainer.run.export_diffusers",
-        "kubelora_trainer.run.verify_export",
-        "kubelora_trainer.run.draw_samples",
+        "kubelora_trainer.publishing.export_diffusers",
+        "kubelora_trainer.publishing.verify_export",
+        "kubelora_trainer.publishing.draw_samples",
     ],
 )
 def test_a_stop_in_export_or_samples_ends_75_and_only_that_is_done_again(
@@ -158,7 +158,7 @@ def test_a_stop_while_samples_are_drawn_between_steps_saves_a_checkpoint_there(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        signal_on_entry(patch, "kubelora_trainer.run.draw_samples", signal.SIGTERM)
+        signal_on_entry(patch, "kubelora_trainer.publishing.draw_samples", signal.SIGTERM)
         stopped = start(*SAMPLES, "spec.validation.everySteps=1")
     assert stopped.exit_code == 75, stopped.output
     assert "at step 1 of 3; a checkpoint is saved" in stopped.output
