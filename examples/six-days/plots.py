@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from runs import BOTH, JUNE, MAY, RESTORED, SUMS, WEIGHTS, Told
+from stories import BOTH, JUNE, MAY, RESTORED, SUMS, WEIGHTS, Told
 
 COLOURS = {
     MAY: "#7f7f7f",

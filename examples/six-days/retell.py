@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from plots import distance, draw
-from runs import BOTH, RESTORED, STORIES, Told, read, run
+from stories import BOTH, RESTORED, STORIES, Told, read, run
 
 from kubelora_trainer.demo import create_demo
 
