@@ -68,6 +68,11 @@ def test_a_job_found_without_a_start_time_started_when_it_was_found() -> None:
     assert plan.status.start_time == AT
 
 
+def test_the_start_time_is_written_before_anything_is_created() -> None:
+    plan = decide(observation(), START)
+    assert (plan.create, plan.status.start_time) == (1, AT)
+
+
 # ---- a result ----
 
 
@@ -274,6 +279,22 @@ def test_the_wait_of_an_end_that_is_long_over_is_nothing() -> None:
         update={"conditions": [told("Restarting", "True", "TrainerFailed", "2026-02-01T12:00:00Z")]}
     )
     assert decide(world.observe(), world.now).create == 2
+
+
+def test_the_wait_of_a_free_end_within_a_second_is_not_negative() -> None:
+    world = running_world()
+    world.wait(milliseconds=700)  # conditions are stamped with whole seconds
+    world.pod_exits(75)
+    assert world.reconcile().again_after == timedelta()
+
+
+def test_a_resumed_job_does_not_wait_for_a_restart_that_is_over() -> None:
+    conditions = [
+        told("Restarting", "False", "Suspended"),
+        told("Suspended", "True", "SuspendedByUser"),
+    ]
+    status = JobStatus(attempt=1, restarts=1, conditions=conditions)
+    assert decide(observation(status=status), START).create == 2
 
 
 def test_a_new_attempt_forgets_the_uid_of_the_old_ones_job() -> None:

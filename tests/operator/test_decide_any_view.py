@@ -120,12 +120,27 @@ DONE = replace(JOB, state="complete", finished=START)
 FAILED = replace(JOB, state="failed", failure=FAILURES[0], finished=START)
 STRAY = replace(JOB, name="bottles-0b5e7-0", uid="job-0", attempt=0)
 FIRST = JobStatus(attempt=1, child_uid="job-1")
+RESTARTED = FIRST.model_copy(
+    update={
+        "conditions": [
+            Condition(
+                type="Restarting",
+                status="True",
+                reason="TrainerFailed",
+                message="",
+                last_transition_time="2026-03-01T11:00:00Z",
+            )
+        ]
+    }
+)
 
 
 @settings(max_examples=250, deadline=None)
 @given(seen=views())
 @example(seen=observation(pods=(RUNNING,)))
 @example(seen=observation(children=(STRAY,)))
+@example(seen=observation(status=FIRST.model_copy(update={"child_uid": None}), children=(STRAY,)))
+@example(seen=observation(status=RESTARTED, children=(FAILED,), pods=(RUNNING,)))
 @example(seen=observation(suspend=True, pods=(RUNNING,)))
 @example(seen=observation(suspend=True, children=(STRAY,)))
 @example(seen=observation(suspend=True, status=FIRST, children=(FAILED,), pods=(RUNNING,)))
