@@ -45,12 +45,13 @@ def sound(parts: Parts) -> Parts:
 class Configuration:
     """A job that differs from the plain one in a few fields.
 
-    spec: groups of the spec with the fields that differ. runs: how often the job is started, each
-    start going on from the checkpoint that the one before it left.
+    spec: groups of the spec with the fields that differ. warm: whether the adapter starts from a
+    trained one.
     """
 
     spec: Document = field(default_factory=dict)
     photographs: Photographs = field(default_factory=Photographs)
+    warm: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def document(
     photographs = str(scene.photographs(configuration.photographs))
     spec["model"] = {"uri": str(scene.model), **spec.get("model", {})}
     spec["dataset"] = {"uri": photographs, "resolution": 64, **spec.get("dataset", {})}
+    if configuration.warm:
+        spec["adapter"] = {**spec["adapter"], "from": str(scene.trained_adapter)}
     spec["training"] = {**spec["training"], "seed": seed}
     spec["output"] = {"uri": str(output)}
     return parse_job(

@@ -112,4 +112,7 @@ HEALTHY: tuple[Healthy, ...] = (
     vary("all linear layers", adapter={"targets": "all_linear"}),
     vary("convolutions", adapter={"targets": "all"}),
     vary("frozen layers", adapter={"targetPatterns": [r"up_blocks.*to_[qv]"]}),
+    vary("first text encoder too", adapter={"textEncoders": ["text_encoder"]}),
+    vary("both text encoders too", adapter={"textEncoders": ["text_encoder", "text_encoder_2"]}),
+    Healthy("warm start from a trained adapter", Configuration(warm=True)),
 )

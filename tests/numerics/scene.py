@@ -11,11 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
-from kubelora_trainer.base_model import BaseModel, load_base_model
+from kubelora_api.names import OutputPath
+from kubelora_api.spec import Adapter
+from kubelora_trainer.adapter import add_adapter, trained_layers
+from kubelora_trainer.base_model import BaseModel, load_base_model, load_unet
 from kubelora_trainer.caption_tokens import CaptionLimit, caption_limits
 from kubelora_trainer.demo import create_demo
+from kubelora_trainer.export import export_diffusers
 
 EDGE = 96
 """Pixels of the photographs; runs train at 64."""
@@ -64,6 +69,22 @@ class Scene:
         if not (folder / "metadata.jsonl").is_file():
             _write(self.folder / "photos", folder, wanted)
         return folder
+
+    @property
+    def trained_adapter(self) -> Path:
+        """The file of an adapter of rank 4 as a run leaves it: lora_B is not 0."""
+        folder = self.folder / "trained"
+        if not folder.is_dir():
+            unet = load_unet(
+                self.model, variant=None, dtype=torch.float32, device=torch.device("cpu")
+            )
+            modules = add_adapter(unet, Adapter(rank=4), seed=0)
+            generator = torch.Generator().manual_seed(0)
+            for module in modules:
+                with torch.no_grad():
+                    module.lora_b.normal_(0, 0.02, generator=generator)
+            export_diffusers(unet, trained_layers(modules), folder)
+        return folder / OutputPath.DIFFUSERS_WEIGHTS
 
     def load_base(self, folder: Path, **settings: object) -> BaseModel:
         """A model of the run's own, copied from the one that was loaded at first."""
