@@ -114,6 +114,16 @@ def test_every_alert_says_what_to_do_with_a_command(helm: Helm) -> None:
         assert alert["annotations"]["summary"]
 
 
+def test_every_alert_has_a_section_in_the_docs_and_every_section_an_alert(helm: Helm) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+
+    def sections(page: str) -> set[str]:
+        return set(re.findall(r"^## (\w+)$", (docs / page).read_text(), re.MULTILINE))
+
+    told = {f"Kubelora{name}" for name in sections("findings.md")} | sections("alerts.md")
+    assert told == set(alerts_of(helm.render(MONITORING)))
+
+
 def test_times_follow_the_values_and_no_placeholder_is_left(helm: Helm) -> None:
     objects = helm.render(
         {
