@@ -26,16 +26,17 @@ from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.judging import facts_of
+from kubelora_trainer.learner import open_learner
 from kubelora_trainer.material import open_material
-from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.order import plan_of
 from kubelora_trainer.output import Manifest, claim_output
 from kubelora_trainer.packed_numbers import PendingNumbers
-from kubelora_trainer.precision import plan_precision
 from kubelora_trainer.progress import LineView
 from kubelora_trainer.reporting import Reporter
+from kubelora_trainer.run_context import Run, RunOptions
 from kubelora_trainer.run_log import RunLog
 from kubelora_trainer.startup_contract import FirstGradients
+from kubelora_trainer.stop_request import StopRequest
 from kubelora_trainer.telemetry import GradientTelemetry
 from kubelora_trainer.train import Parts, train
 
@@ -58,19 +59,20 @@ class OurLoop:
         spec = self.job.spec
         folder = claim_output(output, self.job, None, print)
         assert not isinstance(folder, Manifest)
-        precision = plan_precision(spec.precision)
+        options = RunOptions({}, None, None, None, "")
+        run = Run(self.job, options, StopRequest(), Console(quiet=True))
         registry = CollectorRegistry()
         report = RunReport(run_id="bench", attempt=1, phase="Training", total_steps=100_000)
         self._exporter = Exporter(registry, report, 0, any_port=True, everywhere=False)
         self._material = open_material(spec, {}, folder, lambda sentence: None)
-        self.buffers = buffers = AdapterBuffers(self._material.factors, precision)
-        optimizer = FlatAdamW(buffers, spec.training.optimizer)
+        learner = open_learner(run, self._material)
+        self.buffers = buffers = learner.buffers
         self.position = RunPosition()
         reporter = Reporter(
             slots=buffers.slots,
             policy=spec.health,
             facts=facts_of(spec.training, buffers, 100_000),
-            metrics=TrainerMetrics(registry, precision),
+            metrics=TrainerMetrics(registry, buffers.plan),
             exporter=self._exporter,
             run_log=RunLog(folder, buffers.slots, 0),
             progress=LineView(Console(quiet=True), 100_000, every=50),
@@ -82,8 +84,8 @@ class OurLoop:
             plan=plan_of(spec.training, self._material.objective.order),
             objective=self._material.objective,
             buffers=buffers,
-            optimizer=optimizer,
-            telemetry=(GradientTelemetry(buffers, optimizer) if telemetry else NormAlone(buffers)),
+            optimizer=learner.optimizer,
+            telemetry=learner.telemetry if telemetry else NormAlone(buffers),
             reporter=reporter if telemetry else Silent(),
         )
         self._go, self._done, self._leave = Semaphore(0), Semaphore(0), False

@@ -5,7 +5,6 @@ The product as it is installed: the chart's operator with its own rights, the tr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 from collections.abc import Iterator
@@ -14,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from kubelora_trainer.demo import create_demo
 
-from .harness import volumes
+from .harness import chart, volumes
 from .harness.images import Images
 from .harness.kubectl import Helm, Kubectl
 from .harness.probes import wait_until
 
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "charts" / "kubelora"
 SYSTEM = "kubelora-gang-system"
 RELEASE = "kubelora-gang"
 LOST_CHILD = """
@@ -106,30 +102,11 @@ def scene(
     kubectl("create", "namespace", namespace)
     for claim, path in (("model", demo.model), ("data", demo.photos), ("output", folder / "out")):
         volumes.claim_directory(kubectl, namespace, claim, path)
-    _install(helm, images)
+    chart.install(helm, images, RELEASE, SYSTEM, {})
     yield Scene(kubectl.within(namespace), folder / "out")
     kubectl("delete", "namespace", namespace, "--timeout=240s", timeout=260)
     volumes.release_volumes(kubectl, namespace)
-    with contextlib.suppress(Exception):
-        helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait")
-    kubectl("delete", "namespace", SYSTEM, "--ignore-not-found", "--timeout=120s")
-
-
-def _install(helm: Helm, images: Images) -> None:
-    operator, _, operator_tag = images.operator.rpartition(":")
-    trainer, _, trainer_tag = images.trainer.rpartition(":")
-    values = {
-        "image": {"repository": operator, "tag": operator_tag},
-        "trainer": {"image": {"repository": trainer, "tag": trainer_tag}},
-        "operator": {"pollSeconds": 2},
-    }
-    path = helm.home / "gang.yaml"
-    path.write_text(yaml.safe_dump(values))
-    helm(
-        *("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace"),
-        *("--values", str(path), "--wait", "--timeout", "180s"),
-        "--take-ownership",  # of the CRD, which outlives a release and other tests
-    )
+    chart.uninstall(helm, kubectl, RELEASE, SYSTEM)
 
 
 def job(name: str, steps: int) -> dict[str, object]:

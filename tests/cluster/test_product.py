@@ -6,7 +6,6 @@ watched by a real Prometheus; then the operator is uninstalled while a job still
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 from collections.abc import Iterator
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from kubelora_trainer.demo import create_demo
 
-from .harness import monitoring, volumes
+from .harness import chart, monitoring, volumes
 from .harness.images import Images
 from .harness.kubectl import Helm, Kubectl
 from .harness.monitoring import Monitoring
@@ -27,7 +25,12 @@ from .harness.places import Places
 from .harness.probes import wait_until
 
 ROOT = Path(__file__).parents[2]
-CHART = ROOT / "charts" / "kubelora"
+MONITORED = {
+    "monitoring": {
+        "podMonitor": {"enabled": True, "interval": "2s"},
+        "rules": {"enabled": True, "window": "40s", "for": "5s"},
+    }
+}
 EXAMPLES = ROOT / "examples" / "quickstart"
 SYSTEM = "kubelora-system"
 RELEASE = "kubelora"
@@ -69,11 +72,6 @@ class Scene:
         assert wait_until(lambda: self.is_true(name, kind), seconds), self.describe(name)
 
 
-def split(image: str) -> tuple[str, str]:
-    repository, _, tag = image.rpartition(":")
-    return repository, tag
-
-
 @pytest.fixture(scope="module")
 def jobs_namespace(kubectl: Kubectl) -> Iterator[Kubectl]:
     name = f"studio-{secrets.token_hex(3)}"
@@ -102,32 +100,10 @@ def scene(
     for claim, path in (("model", demo.model), ("data", demo.photos), ("output", output)):
         volumes.claim_directory(kubectl, jobs_namespace.namespace, f"quickstart-{claim}", path)
     monitoring.install_crds(places, kubectl)
-    _install(helm, images)
+    chart.install(helm, images, RELEASE, SYSTEM, MONITORED)
     with monitoring.monitor(places, kubectl, folder / "monitoring", "2s") as watched:
         yield Scene(jobs_namespace, helm, watched, demo.model, output)
-        with contextlib.suppress(Exception):
-            helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait")
-    kubectl("delete", "namespace", SYSTEM, "--ignore-not-found", "--timeout=120s")
-
-
-def _install(helm: Helm, images: Images) -> None:
-    (operator, operator_tag), (trainer, trainer_tag) = split(images.operator), split(images.trainer)
-    values = {
-        "image": {"repository": operator, "tag": operator_tag},
-        "trainer": {"image": {"repository": trainer, "tag": trainer_tag}},
-        "operator": {"pollSeconds": 2},
-        "monitoring": {
-            "podMonitor": {"enabled": True, "interval": "2s"},
-            "rules": {"enabled": True, "window": "40s", "for": "5s"},
-        },
-    }
-    path = helm.home / "values.yaml"
-    path.write_text(yaml.safe_dump(values))
-    helm(
-        *("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace"),
-        *("--values", str(path), "--wait", "--timeout", "180s"),
-        "--take-ownership",  # of the CRD, which outlives a release and other tests
-    )
+        chart.uninstall(helm, kubectl, RELEASE, SYSTEM)
 
 
 @pytest.fixture(scope="module")

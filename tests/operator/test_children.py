@@ -103,6 +103,13 @@ POD = {
 }
 
 
+def read_only_of(job: dict[str, object]) -> dict[str, bool | None]:
+    """Of each mount of the pod, whether it is read only; None for what may be written."""
+    pod = build_job(parse_job(job), 1, "trainer:1")["spec"]["template"]["spec"]
+    mounts = pod["containers"][0]["volumeMounts"]
+    return {mount["mountPath"]: mount.get("readOnly") for mount in mounts}
+
+
 def test_the_job_is_indexed_restricted_and_keeps_the_cause_of_its_failure() -> None:
     assert build_job(parse_job(document()), 2, "trainer:1") == {
         "apiVersion": "batch/v1",
@@ -228,8 +235,7 @@ def test_the_claim_of_the_cache_is_writable_and_those_of_extra_sources_are_read(
             "extraSources": [{"uri": "pvc://more/cans"}],
         }
     )
-    pod = build_job(parse_job(one), 1, "trainer:1")["spec"]["template"]["spec"]
-    mounts = {m["mountPath"]: m.get("readOnly") for m in pod["containers"][0]["volumeMounts"]}
+    mounts = read_only_of(one)
     assert mounts["/kubelora/claims/scratch"] is None
     assert mounts["/kubelora/claims/photos"] is True
     assert mounts["/kubelora/claims/more"] is True
@@ -237,27 +243,23 @@ def test_the_claim_of_the_cache_is_writable_and_those_of_extra_sources_are_read(
 
 def test_the_claim_of_the_lora_to_start_from_is_read() -> None:
     one = document(adapter={"from": "pvc://loras/may/adapter"})
-    pod = build_job(parse_job(one), 1, "trainer:1")["spec"]["template"]["spec"]
-    mounts = {m["mountPath"]: m.get("readOnly") for m in pod["containers"][0]["volumeMounts"]}
+    mounts = read_only_of(one)
     assert mounts["/kubelora/claims/loras"] is True
 
 
 def test_the_claim_that_lends_configurations_to_a_single_file_is_read() -> None:
     model = {"uri": "pvc://models/a.safetensors", "config": "pvc://pipelines/sdxl"}
-    pod = build_job(parse_job(document(model=model)), 1, "trainer:1")["spec"]["template"]["spec"]
-    mounts = {m["mountPath"]: m.get("readOnly") for m in pod["containers"][0]["volumeMounts"]}
+    mounts = read_only_of(document(model=model))
     assert mounts["/kubelora/claims/models"] is True
     assert mounts["/kubelora/claims/pipelines"] is True
 
 
 def test_the_claim_of_the_baseline_is_read_and_stays_writable_where_it_is_the_output_too() -> None:
     one = document(health={"baseline": "pvc://good/bottles-may"})
-    pod = build_job(parse_job(one), 1, "trainer:1")["spec"]["template"]["spec"]
-    mounts = {m["mountPath"]: m.get("readOnly") for m in pod["containers"][0]["volumeMounts"]}
+    mounts = read_only_of(one)
     assert mounts["/kubelora/claims/good"] is True
     same = document(health={"baseline": "pvc://adapters/bottles-may"})
-    pod = build_job(parse_job(same), 1, "trainer:1")["spec"]["template"]["spec"]
-    mounts = {m["mountPath"]: m.get("readOnly") for m in pod["containers"][0]["volumeMounts"]}
+    mounts = read_only_of(same)
     assert mounts["/kubelora/claims/adapters"] is None
 
 

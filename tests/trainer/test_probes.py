@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def one_group(size: int, samples: int = 1 << 20) -> GroupSample:
-    return GroupSample([GroupRange("down.lora_A", 0, size)], CPU, samples)
+    return GroupSample([GroupRange("down.lora_A", 0, size, range(1))], CPU, samples)
 
 
 def test_samples_are_bounded_and_walk_over_every_column() -> None:
@@ -30,7 +30,7 @@ def test_samples_are_bounded_and_walk_over_every_column() -> None:
 
 def test_groups_of_different_size_are_reduced_each_over_its_own_elements() -> None:
     flat = torch.tensor([1.0, 2.0, 3.0, 10.0])
-    sample = GroupSample([GroupRange("a", 0, 3), GroupRange("b", 3, 4)], CPU)
+    sample = GroupSample([GroupRange("a", 0, 3, range(1)), GroupRange("b", 3, 4, range(1, 2))], CPU)
     assert sample.mean(sample.take(flat)).tolist() == [2.0, 10.0]
     assert sample.total(sample.take(flat)).tolist() == [6.0, 10.0]
     sample.put(flat, -sample.take(flat))
@@ -41,7 +41,7 @@ def test_groups_of_different_size_are_reduced_each_over_its_own_elements() -> No
 
 def test_sampled_sums_find_their_slot() -> None:
     slots = buffers_of([1.0, 2.0], [3.0], [4.0, 5.0]).slots
-    sample = GroupSample([GroupRange("down.lora_A", 0, 5)], CPU)
+    sample = GroupSample([GroupRange("down.lora_A", 0, 5, range(1))], CPU)
     sums = SlotSums(sample, slots)
     assert sums.of(sample.take(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))).tolist() == [3, 3, 9]
     assert sums.counts.tolist() == [2, 1, 2]

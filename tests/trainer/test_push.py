@@ -114,9 +114,9 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, refuse: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _HubHandler)
-        self.refuse = refuse
+        self.refuse = False
         self.requests: list[str] = []
         self.created: dict[str, object] = {}
         self.committed: dict[str, bytes] = {}
@@ -168,14 +168,20 @@ class _HubHandler(BaseHTTPRequestHandler):
         """Silence."""
 
 
-def test_the_hub_gets_one_commit_in_a_private_repository(
-    demo: DemoPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = Hub(refuse=False)
-    monkeypatch.setenv("HF_ENDPOINT", hub.address)
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub on this machine, which the run is sent to with a token."""
+    served = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", served.address)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield served
+    served.shutdown()
+
+
+def test_the_hub_gets_one_commit_in_a_private_repository(
+    demo: DemoPaths, tmp_path: Path, hub: Hub
+) -> None:
     done = _train(tmp_path / "run", demo, "hf://studio/bottles")
-    hub.shutdown()
     assert done.exit_code == 0, done.output
     assert sorted(hub.committed) == NAMES
     assert hub.created.get("private") is True or hub.created.get("visibility") == "private"
@@ -184,14 +190,9 @@ def test_the_hub_gets_one_commit_in_a_private_repository(
     assert sum(path.endswith("/commit/main") for path in hub.requests) == 1
 
 
-def test_a_hub_that_refuses_names_the_token(
-    demo: DemoPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = Hub(refuse=True)
-    monkeypatch.setenv("HF_ENDPOINT", hub.address)
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
+def test_a_hub_that_refuses_names_the_token(demo: DemoPaths, tmp_path: Path, hub: Hub) -> None:
+    hub.refuse = True
     failed = _train(tmp_path / "run", demo, "hf://studio/bottles")
-    hub.shutdown()
     assert failed.exit_code == 2, failed.output
     assert "set HF_TOKEN to a token that may write there" in failed.output
     assert _manifest(tmp_path / "run")["state"] == "Done"

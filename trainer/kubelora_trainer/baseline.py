@@ -29,6 +29,7 @@ from kubelora_trainer.output import (
 from kubelora_trainer.places import resolve_input
 from kubelora_trainer.run_context import Run
 from kubelora_trainer.run_record import BaselineRecord, Difference
+from kubelora_trainer.run_settings import ABSENT, leaves_that_differ
 from kubelora_trainer.step_numbers import StepNumbers
 
 _COMPARED_GROUPS: Final = ("model", "dataset", "adapter", "training", "precision", "workers")
@@ -167,26 +168,20 @@ def _why_not(
     return ""
 
 
-def _settings(document: Mapping[str, Any]) -> dict[str, str]:
+def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
     spec = document.get("spec", {})
-    found: dict[str, str] = {}
-    for group in _COMPARED_GROUPS:
-        found |= _flat(spec.get(group, {}), group)
-    return found
+    return {group: spec.get(group, {}) for group in _COMPARED_GROUPS}
 
 
-def _flat(value: object, path: str) -> dict[str, str]:
-    if isinstance(value, Mapping):
-        return {k: v for n in value for k, v in _flat(value[n], f"{path}.{n}").items()}
-    return {path: f"{value:g}" if isinstance(value, float) else str(value)}
+def _between(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
+    for field, old, new in leaves_that_differ(there, here):
+        yield Difference(field=field, here=_text(new), there=_text(old))
 
 
-def _between(there: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Difference]:
-    for name in [*there, *(n for n in here if n not in there)]:
-        if there.get(name) != here.get(name):
-            yield Difference(
-                field=name, here=here.get(name, "not set"), there=there.get(name, "not set")
-            )
+def _text(value: object) -> str:
+    if value is ABSENT:
+        return "not set"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _read_log(folder: Path) -> pa.Table | None:

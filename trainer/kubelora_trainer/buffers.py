@@ -62,11 +62,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class GroupRange:
-    """A group's contiguous range of elements."""
+    """A group's contiguous range of elements. slots: its places among the slots."""
 
     name: str
     start: int
     stop: int
+    slots: range
 
 
 class AdapterBuffers:
@@ -223,7 +224,8 @@ def _lay_out(ordered: Sequence[Factor]) -> tuple[Slot, ...]:
 
 def _ranges(slots: Sequence[Slot]) -> tuple[GroupRange, ...]:
     ranges = []
-    for name, members in groupby(slots, key=lambda s: s.factor.group):
-        of_group = list(members)
-        ranges.append(GroupRange(name, of_group[0].start, of_group[-1].stop))
+    for name, members in groupby(range(len(slots)), key=lambda place: slots[place].factor.group):
+        places = list(members)
+        here = range(places[0], places[-1] + 1)
+        ranges.append(GroupRange(name, slots[here[0]].start, slots[here[-1]].stop, here))
     return tuple(ranges)

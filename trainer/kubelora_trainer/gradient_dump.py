@@ -76,6 +76,7 @@ class GradientDump:
         self._left = max(0, bytes_of(spec.budget) - used) // ranks
         self._open = False
         self._unjudged: list[tuple[Slot, Tensor]] = []
+        self._unjudged_bytes = 0
         self._chosen: list[tuple[Slot, Tensor]] = []
         self._handles: list[RemovableHandle] = []
         for slot in chosen_slots(slots, spec.modules):
@@ -99,7 +100,8 @@ class GradientDump:
             if not self._open:
                 return
             self._unjudged.append((slot, gradient.detach()))
-            if sum(g.nbytes for _, g in self._unjudged) > UNJUDGED_BYTES:
+            self._unjudged_bytes += gradient.nbytes
+            if self._unjudged_bytes > UNJUDGED_BYTES:
                 self._judge()
 
         self._handles.append(slot.factor.parameter.register_hook(arrived))
@@ -110,7 +112,7 @@ class GradientDump:
         for (slot, gradient), wanted in zip(self._unjudged, held, strict=True):
             if wanted:
                 self._chosen.append((slot, as_computed(gradient, self._compute).cpu()))
-        self._unjudged = []
+        self._unjudged, self._unjudged_bytes = [], 0
 
     def _write(self, name: MicroStepName) -> None:
         path = self._place / name.file

@@ -190,7 +190,7 @@ def to_json(state: WatchState) -> dict[str, object]:
         "accepted": sorted(state.accepted),
         "first_losses": list(state.memory.first_losses),
         "passage": _PASSAGE.dump_python(state.passage, mode="json"),
-        "scales": {g: list(v) for g, v in (state.memory.scales or {}).items()},
+        "scales": {g: list(v) for g, v in state.memory.scales.items()},
     }
 
 

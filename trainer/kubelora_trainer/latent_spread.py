@@ -5,6 +5,7 @@ the loss then looks fine, for noise on nothing is easily told. Each image is loo
 its latent is first used.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from kubelora_api.status import Finding
 from kubelora_api.thresholds import LATENTS_CONSTANT
 
+_LIMIT = LATENTS_CONSTANT.limit or 0.0
 ENOUGH_IMAGES = 8
 """Images of a category after which it is judged, or all of them where it has fewer."""
 
@@ -52,35 +54,35 @@ class LatentSpread:
     def __init__(self, categories: Sequence[str]) -> None:
         self._categories = categories
         self._seen: set[int] = set()
-        counts: dict[str, int] = {}
-        for category in categories:
-            counts[category] = counts.get(category, 0) + 1
         self._by_name = {
-            name: _Category(min(ENOUGH_IMAGES, count)) for name, count in counts.items()
+            name: _Category(min(ENOUGH_IMAGES, count))
+            for name, count in Counter(categories).items()
         }
+        self._constant: dict[str, float] = {}
 
     def observe(self, sample: int, latent: Tensor) -> None:
         """Note a sample's scaled latent (channels, h, w), the first time it is used."""
-        category = self._by_name[self._categories[sample]]
-        if sample not in self._seen and category.images < category.wanted:
-            self._seen.add(sample)
-            category.add(latent)
+        name = self._categories[sample]
+        category = self._by_name[name]
+        if sample in self._seen or category.images == category.wanted:
+            return
+        self._seen.add(sample)
+        category.add(latent)
+        if category.images == category.wanted and category.deviation < _LIMIT:
+            self._constant[name] = category.deviation
 
     def findings(self, step: int) -> tuple[Finding, ...]:
         """Categories whose latents vary by less than the limit, as found in ``step``."""
-        limit = LATENTS_CONSTANT.limit or 0.0
-        judged = [(n, c) for n, c in self._by_name.items() if c.images == c.wanted]
-        broken = [(n, c.deviation) for n, c in judged if c.deviation < limit]
-        if not broken:
+        if not self._constant:
             return ()
-        name, deviation = min(broken, key=lambda found: found[1])
+        name = min(self._constant, key=lambda n: self._constant[n])
         return (
             Finding(
                 name=LATENTS_CONSTANT.finding,
                 severity=LATENTS_CONSTANT.severity,
                 group=name or None,
-                value=deviation,
-                threshold=limit,
+                value=self._constant[name],
+                threshold=_LIMIT,
                 since_step=step,
                 message=LATENTS_CONSTANT.sentence,
             ),

@@ -115,19 +115,16 @@ class PendingNumbers:
         self, found: Mapping[str, Sequence[float]], balances: Mapping[str, float]
     ) -> dict[str, GroupNumbers]:
         """An optimizer leaves a gradient that is not finite alone: its step is not judged."""
-        members: dict[str, list[int]] = {}
-        for place, slot in enumerate(self.buffers.slots):
-            members.setdefault(slot.factor.group, []).append(place)
         moved = all(math.isfinite(norm) for norm in found["norm"])
         judged = moved and self.facts.judge_updates
         by_group: dict[str, GroupNumbers] = {}
         for index, group in enumerate(self.buffers.groups):
             zeros, nonfinite, underflows = found["counts"][3 * index : 3 * index + 3]
             size = group.stop - group.start
-            here = members[group.name]
+            here = slice(group.slots.start, group.slots.stop)
             by_group[group.name] = GroupNumbers(
-                grad_norm=math.sqrt(sum(found["norm"][i] ** 2 for i in here)),
-                grad_absmax=_largest([found["absmax"][i] for i in here]),
+                grad_norm=math.sqrt(sum(norm**2 for norm in found["norm"][here])),
+                grad_absmax=_largest(found["absmax"][here]),
                 grad_zero_ratio=zeros / size,
                 grad_nonfinite=int(nonfinite),
                 grad_underflow_ratio=underflows / (size - zeros) if size > zeros else 0.0,

@@ -7,7 +7,7 @@ decides no weight may change between attempts.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from kubelora_api.documents import InvalidDocument, parse_job
 from kubelora_api.job import LoraTrainingJob
@@ -42,14 +42,22 @@ def settings_digest(job: LoraTrainingJob) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def changes(old: object, new: object, path: str = "") -> Iterator[str]:
-    """``path: old -> new`` for each leaf in which two JSON documents differ."""
+def leaves_that_differ(
+    old: object, new: object, path: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    """Path, old and new value (``ABSENT`` for none) where two JSON documents differ."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(old.keys() | new.keys()):
             below = f"{path}.{key}" if path else str(key)
-            yield from changes(old.get(key, _ABSENT), new.get(key, _ABSENT), below)
+            yield from leaves_that_differ(old.get(key, ABSENT), new.get(key, ABSENT), below)
     elif old != new:
-        yield f"{path}: {_text(old)} -> {_text(new)}"
+        yield path, old, new
+
+
+def changes(old: object, new: object) -> Iterator[str]:
+    """``path: old -> new`` for each leaf in which two JSON documents differ."""
+    for path, before, after in leaves_that_differ(old, new):
+        yield f"{path}: {_text(before)} -> {_text(after)}"
 
 
 def told(found: list[str]) -> str:
@@ -62,11 +70,11 @@ class _Absent:
     """Stands for a field that is not set."""
 
 
-_ABSENT = _Absent()
+ABSENT: Final = _Absent()
 
 
 def _text(value: object) -> str:
-    return "not set" if value is _ABSENT else json.dumps(value, ensure_ascii=False)
+    return "not set" if value is ABSENT else json.dumps(value, ensure_ascii=False)
 
 
 def _deciding(document: Mapping[str, Any]) -> JsonObject:
