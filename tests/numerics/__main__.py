@@ -1,7 +1,7 @@
 """`make numerics`: runs the faults and the healthy matrix, prints what was found.
 
     python -m tests.numerics                 every fault, each healthy configuration with one seed
-    python -m tests.numerics --seeds 20      the whole matrix
+    python -m tests.numerics --seeds 20 --fault-seeds 5      the whole matrix
     python -m tests.numerics --only NAME     rows whose name holds NAME
 
 Each run's outcome is appended to ``--record`` at once; runs recorded there are not run again.
@@ -13,13 +13,13 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from tests.numerics.bench import Observation, observe_run
+from tests.numerics.bench import Observation
 from tests.numerics.fault_table import FAULTS, Fault
 from tests.numerics.healthy_table import HEALTHY, Healthy
 from tests.numerics.results_page import FaultRow, HealthyRow, page
@@ -42,7 +42,13 @@ class Verdict:
     seconds: float
 
 
-def judge_fault(fault: Fault, seen: Observation) -> tuple[bool, int | None, tuple[str, ...]]:
+Outcome = tuple[bool, int | None, tuple[str, ...]]
+"""Whether it is as it should be, a step, and what there was: as in `Verdict`."""
+Recorded = Mapping[tuple[str, int], Verdict]
+"""Verdicts by row and seed."""
+
+
+def judge_fault(fault: Fault, seen: Observation) -> Outcome:
     """Whether the fault was found by its limit, and beside it nothing critical that is absurd."""
     expected = seen.findings.get(fault.expected)
     absurd = seen.critical - {fault.expected} - fault.also
@@ -50,7 +56,7 @@ def judge_fault(fault: Fault, seen: Observation) -> tuple[bool, int | None, tupl
     return good, expected.step if expected else None, _told(seen)
 
 
-def judge_healthy(seen: Observation) -> tuple[bool, int | None, tuple[str, ...]]:
+def judge_healthy(seen: Observation) -> Outcome:
     """Whether nothing was found and the run went to its end."""
     return not seen.findings and seen.error is None, seen.steps, _told(seen)
 
@@ -71,82 +77,115 @@ def main(arguments: Sequence[str]) -> int:
         scene = Scene.create(options.scene or Path(folder) / "scene")
         recorded = _read(options.record)
         output = Path(folder) / "run"
-        print(f"{'fault':<58} {'finding':<22} {'step':>4} {'limit':>5}")
+        print(f"{'fault':<58} {'finding':<22} {'found':>5} {'step':>4} {'limit':>5}")
         faults = [f for f in FAULTS if options.only in f.name and not options.healthy]
-        shown = [_show_fault(scene, f, output) for f in faults]
+        shown = [_fault_runs(scene, f, options, recorded, output) for f in faults]
         matrix = [h for h in HEALTHY if options.only in h.name and not options.faults]
-        by_row = {h.name: list(_healthy_runs(scene, h, options, recorded, output)) for h in matrix}
-    quiet = [verdict for verdicts in by_row.values() for verdict in verdicts]
-    detected = {f.number for f in faults} - {
-        f.number for f, v in zip(faults, shown, strict=True) if not v.good
-    }
-    alarms = sum(not v.good for v in quiet)
+        quiet = [_healthy_runs(scene, h, options, recorded, output) for h in matrix]
+    missed = {f.number for f, vs in zip(faults, shown, strict=True) if not all(v.good for v in vs)}
+    numbers = {f.number for f in faults}
+    alarms = sum(not v.good for vs in quiet for v in vs)
     print(
-        f"numerics: detected {len(detected)}/{len({f.number for f in faults})}, "
-        f"false alarms {alarms}/{len(quiet)}"
+        f"numerics: detected {len(numbers - missed)}/{len(numbers)}, "
+        f"false alarms {alarms}/{sum(map(len, quiet))}"
     )
     if options.report:
-        options.report.write_text(_report(arguments, faults, shown, by_row))
-    return 1 if alarms or not all(v.good for v in shown) else 0
+        options.report.write_text(
+            _report(
+                arguments,
+                [_fault_row(f, vs) for f, vs in zip(faults, shown, strict=True)],
+                [_healthy_row(h, vs) for h, vs in zip(matrix, quiet, strict=True)],
+            )
+        )
+    return 1 if alarms or missed else 0
 
 
 def _report(
-    arguments: Sequence[str],
-    faults: Sequence[Fault],
-    shown: Sequence[Verdict],
-    by_row: Mapping[str, Sequence[Verdict]],
+    arguments: Sequence[str], faults: Sequence[FaultRow], healthy: Sequence[HealthyRow]
 ) -> str:
-    command = shlex.join(["python", "-m", "tests.numerics", *arguments])
-    rows = [
-        FaultRow(f.number, f.name, f.expected, v.step, f.limit, v.good)
-        for f, v in zip(faults, shown, strict=True)
-    ]
-    healthy = [
-        HealthyRow(name, len(vs), sum(not v.good for v in vs), sum(v.seconds for v in vs))
-        for name, vs in by_row.items()
-    ]
-    return page(command, rows, healthy)
+    return page(shlex.join(["python", "-m", "tests.numerics", *arguments]), faults, healthy)
 
 
-def _show_fault(scene: Scene, fault: Fault, output: Path) -> Verdict:
-    begun = time.process_time()
-    good, step, found = judge_fault(fault, fault.observe(scene, 1, output))
-    verdict = Verdict(fault.name, 1, good, step, found, time.process_time() - begun)
-    name = f"{fault.number:>2} {fault.name}"
-    print(f"{name:<58} {fault.expected:<22} {step or '-':>4} {fault.limit:>5}", end="")
-    print("" if good else f"   MISSED: {'; '.join(found) or 'nothing found'}", flush=True)
-    return verdict
+def _fault_row(fault: Fault, verdicts: Sequence[Verdict]) -> FaultRow:
+    detected = sum(v.good for v in verdicts)
+    steps = [v.step for v in verdicts if v.step is not None]
+    last = max(steps, default=None)
+    return FaultRow(
+        fault.number, fault.name, fault.expected, detected, len(verdicts), last, fault.limit
+    )
+
+
+def _healthy_row(healthy: Healthy, verdicts: Sequence[Verdict]) -> HealthyRow:
+    alarms, seconds = sum(not v.good for v in verdicts), sum(v.seconds for v in verdicts)
+    return HealthyRow(healthy.name, len(verdicts), alarms, seconds)
+
+
+def _fault_runs(
+    scene: Scene,
+    fault: Fault,
+    options: argparse.Namespace,
+    recorded: Recorded,
+    output: Path,
+) -> list[Verdict]:
+    def run(seed: int) -> Outcome:
+        return judge_fault(fault, fault.observe(scene, seed, output))
+
+    seeds = range(options.first_seed, options.first_seed + options.fault_seeds)
+    verdicts = [_once(fault.name, seed, run, options.record, recorded) for seed in seeds]
+    row, missed = _fault_row(fault, verdicts), [v for v in verdicts if not v.good]
+    name = f"{row.number:>2} {row.name}"
+    found = f"{row.detected}/{row.runs}"
+    print(f"{name:<58} {row.finding:<22} {found:>5} {row.step or '-':>4} {row.limit:>5}", end="")
+    if missed:
+        what = "; ".join(missed[0].found) or "nothing found"
+        print(f"   MISSED with seed {missed[0].seed}: {what}", end="")
+    print(flush=True)
+    return verdicts
 
 
 def _healthy_runs(
     scene: Scene,
     healthy: Healthy,
     options: argparse.Namespace,
-    recorded: dict[tuple[str, int], Verdict],
+    recorded: Recorded,
     output: Path,
-) -> Iterable[Verdict]:
-    verdicts = []
-    for seed in range(options.first_seed, options.first_seed + options.seeds):
-        verdict = recorded.get((healthy.name, seed))
-        if verdict is None:
-            begun = time.process_time()
-            seen = observe_run(scene, healthy.configuration, seed, output, healthy.injection)
-            good, step, found = judge_healthy(seen)
-            seconds = time.process_time() - begun
-            verdict = Verdict(healthy.name, seed, good, step, found, seconds)
-            _append(options.record, verdict)
-        verdicts.append(verdict)
+) -> list[Verdict]:
+    def run(seed: int) -> Outcome:
+        return judge_healthy(healthy.observe(scene, seed, output))
+
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    verdicts = [_once(healthy.name, seed, run, options.record, recorded) for seed in seeds]
     alarms = [v for v in verdicts if not v.good]
     seconds = sum(v.seconds for v in verdicts)
     print(f"   healthy: {healthy.name:<50} {len(verdicts):>3} runs {seconds:6.1f} s", end="")
-    print(f"   FALSE ALARM: {'; '.join(alarms[0].found)}" if alarms else "", flush=True)
+    if alarms:
+        print(f"   FALSE ALARM with seed {alarms[0].seed}: {'; '.join(alarms[0].found)}", end="")
+    print(flush=True)
     return verdicts
 
 
-def _read(record: Path | None) -> dict[tuple[str, int], Verdict]:
+def _once(
+    row: str,
+    seed: int,
+    run: Callable[[int], Outcome],
+    record: Path | None,
+    recorded: Recorded,
+) -> Verdict:
+    """The verdict on a run that is recorded, or on one that is done now."""
+    if known := recorded.get((row, seed)):
+        return known
+    begun = time.process_time()
+    good, step, found = run(seed)
+    verdict = Verdict(row, seed, good, step, found, time.process_time() - begun)
+    _append(record, verdict)
+    return verdict
+
+
+def _read(record: Path | None) -> Recorded:
     if record is None or not record.is_file():
         return {}
-    verdicts = [Verdict(**json.loads(line)) for line in record.read_text().splitlines()]
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    verdicts = [Verdict(**{**line, "found": tuple(line["found"])}) for line in lines]
     return {(v.row, v.seed): v for v in verdicts}
 
 
@@ -160,11 +199,12 @@ def _append(record: Path | None, verdict: Verdict) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.numerics", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1, help="seeds of each healthy configuration")
+    parser.add_argument("--fault-seeds", type=int, default=1, help="seeds of each fault")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--only", default="", help="rows whose name holds this")
     parser.add_argument("--faults", action="store_true", help="faults alone")
     parser.add_argument("--healthy", action="store_true", help="the healthy matrix alone")
-    parser.add_argument("--record", type=Path, help="JSON lines of the healthy runs done so far")
+    parser.add_argument("--record", type=Path, help="JSON lines of the runs done so far")
     parser.add_argument("--report", type=Path, help="write the outcome as Markdown")
     parser.add_argument("--scene", type=Path, help="folder that keeps model and photographs")
     return parser

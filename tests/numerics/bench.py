@@ -10,7 +10,7 @@ import io
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +21,7 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_trainer import material, run
 from kubelora_trainer.checkpoint import RunPosition
 from kubelora_trainer.errors import Interrupted, NumericalError, RunEnded
+from kubelora_trainer.output import read_manifest
 from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.run_context import RunOptions
 from kubelora_trainer.seats import ONLY_SEAT, Seat
@@ -32,7 +33,12 @@ from tests.numerics.scene import Photographs, Scene
 CONTRACT = "StartupContract"
 """Name under which a broken start-up contract counts as a finding."""
 
+OTHER_SEEDS = 1_000
+"""What a baseline's seed is higher by: no run is held against one that is judged itself."""
+
 Injection = Callable[[Parts], Parts]
+Observe = Callable[[Scene, int, Path], "Observation"]
+"""A run, or several in a row, of a seed into a folder; what the last one showed."""
 Document = Mapping[str, Mapping[str, object]]
 
 
@@ -178,6 +184,29 @@ def observe_run(
     """Run the job to its last step, or to what ends it."""
     shutil.rmtree(output, ignore_errors=True)
     return continue_run(scene, configuration, seed, output, injection)
+
+
+def against_a_baseline(
+    scene: Scene,
+    configuration: Configuration,
+    seed: int,
+    output: Path,
+    injection: Injection = sound,
+) -> Observation:
+    """A good run of another seed, then the run itself, held against it.
+
+    Raises AssertionError where the two were not compared.
+    """
+    good = output.with_name("baseline")
+    observe_run(scene, configuration, seed + OTHER_SEEDS, good)
+    health = {**configuration.spec.get("health", {}), "baseline": str(good)}
+    held = replace(configuration, spec={**configuration.spec, "health": health})
+    seen = observe_run(scene, held, seed, output, injection)
+    manifest = read_manifest(output)
+    told = manifest.record.baseline if manifest else None
+    assert told is not None, output
+    assert not told.not_compared, told.not_compared
+    return seen
 
 
 def continue_run(

@@ -23,13 +23,13 @@ from tests.numerics.bench import (
     Document,
     Injection,
     Observation,
+    Observe,
+    against_a_baseline,
     continue_run,
     observe_run,
     sound,
 )
 from tests.numerics.scene import Photographs, Scene
-
-Observe = Callable[[Scene, int, Path], Observation]
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,9 @@ def resumed_anew(scene: Scene, seed: int, output: Path) -> Observation:
 
 
 def scaled_against_a_baseline(scene: Scene, seed: int, output: Path) -> Observation:
-    """A good run of another seed, then one whose loss is scaled by 1e-4, held against it."""
-    steps: dict[str, object] = {"steps": 32}
-    good = output.with_name("baseline")
-    observe_run(scene, Configuration({"training": steps}), seed + 1, good)
-    held = Configuration({"training": steps, "health": {"baseline": str(good)}})
-    return observe_run(scene, held, seed, output, broken.scaled_loss(1e-4))
+    """A run whose loss is scaled by 1e-4, held against a good one."""
+    steps = Configuration({"training": {"steps": 32}})
+    return against_a_baseline(scene, steps, seed, output, broken.scaled_loss(1e-4))
 
 
 def unsynchronised(scene: Scene, seed: int, output: Path) -> Observation:

@@ -5,19 +5,33 @@ gradient at the start, a rate of 0, clipping, captions without words.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.numerics import injections
-from tests.numerics.bench import Configuration, Injection, sound
-from tests.numerics.scene import Photographs
+from tests.numerics.bench import (
+    Configuration,
+    Injection,
+    Observation,
+    against_a_baseline,
+    observe_run,
+    sound,
+)
+from tests.numerics.scene import Photographs, Scene
 
 
 @dataclass(frozen=True)
 class Healthy:
-    """One configuration."""
+    """One configuration. baseline: whether it is held against an earlier run, of another seed."""
 
     name: str
     configuration: Configuration
     injection: Injection = sound
+    baseline: bool = False
+
+    def observe(self, scene: Scene, seed: int, output: Path) -> Observation:
+        """The run of a seed."""
+        run = against_a_baseline if self.baseline else observe_run
+        return run(scene, self.configuration, seed, output, self.injection)
 
 
 def vary(
@@ -115,4 +129,14 @@ HEALTHY: tuple[Healthy, ...] = (
     vary("first text encoder too", adapter={"textEncoders": ["text_encoder"]}),
     vary("both text encoders too", adapter={"textEncoders": ["text_encoder", "text_encoder_2"]}),
     Healthy("warm start from a trained adapter", Configuration(warm=True)),
+    Healthy(
+        "against a baseline of another seed",
+        Configuration({"training": {"steps": 32}}),
+        baseline=True,
+    ),
+    Healthy(
+        "against a baseline of another seed, cosine",
+        Configuration({"training": {"steps": 48, "schedule": {"name": "cosine"}}}),
+        baseline=True,
+    ),
 )

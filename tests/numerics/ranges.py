@@ -17,7 +17,6 @@ from statistics import median
 import torch
 
 from kubelora_trainer.step_numbers import GROUP_FIELDS, STEP_FIELDS, StepNumbers
-from tests.numerics.bench import observe_run
 from tests.numerics.fault_table import FAULTS
 from tests.numerics.healthy_table import HEALTHY
 from tests.numerics.scene import Scene
@@ -61,10 +60,9 @@ def main(arguments: Sequence[str]) -> int:
         for seed in range(101, 101 + options.seeds):
             for healthy in HEALTHY:
                 if options.only in healthy.name:
-                    seen = observe_run(
-                        scene, healthy.configuration, seed, output, healthy.injection
+                    _print(
+                        "healthy", healthy.name, seed, healthy.observe(scene, seed, output).numbers
                     )
-                    _print("healthy", healthy.name, seed, seen.numbers)
             for fault in FAULTS:
                 if options.only in fault.name:
                     _print("fault", fault.name, seed, fault.observe(scene, seed, output).numbers)

@@ -14,14 +14,15 @@ What the rows mean, and where the limits come from, is told in [numerics.md](num
 
 @dataclass(frozen=True)
 class FaultRow:
-    """One fault. step: of detection, None where it was missed."""
+    """One fault. detected: of its runs, in time. step: of the latest detection, None for none."""
 
     number: int
     name: str
     finding: str
+    detected: int
+    runs: int
     step: int | None
     limit: int
-    good: bool
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,16 @@ class HealthyRow:
 def page(command: str, faults: Sequence[FaultRow], healthy: Sequence[HealthyRow]) -> str:
     """The whole document."""
     lines = [HEAD.format(command=command), "## Faults", ""]
-    lines += ["| fault | | finding | found in step | limit |", "|---|---|---|---|---|"]
+    lines += [
+        "| fault | | finding | found | in step, at the latest | limit |",
+        "|---|---|---|---|---|---|",
+    ]
     for f in faults:
-        step = f"{f.step}" if f.good else f"**missed** ({f.step or 'never'})"
-        lines.append(f"| {f.number} | {f.name} | {f.finding} | {step} | {f.limit} |")
+        share = f"{f.detected}/{f.runs}"
+        found = share if f.detected == f.runs else f"**{share}**"
+        lines.append(
+            f"| {f.number} | {f.name} | {f.finding} | {found} | {f.step or 'never'} | {f.limit} |"
+        )
     runs, alarms = sum(h.runs for h in healthy), sum(h.alarms for h in healthy)
     seconds = sum(h.seconds for h in healthy)
     lines += [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.numerics import injections
-from tests.numerics.__main__ import judge_fault, judge_healthy
+from tests.numerics.__main__ import Verdict, _fault_row, judge_fault, judge_healthy
 from tests.numerics.bench import Injection, Observation, Seen
 from tests.numerics.fault_table import FAULTS, Fault
 from tests.numerics.healthy_table import HEALTHY
@@ -53,16 +53,24 @@ def test_a_healthy_run_may_show_not_even_a_warning_and_must_reach_its_end() -> N
 
 
 def test_the_page_tells_misses_alarms_and_the_bound_that_silence_gives() -> None:
-    fault = FaultRow(1, "sums", "AccumulationError", 8, 9, good=True)
-    missed = FaultRow(9, "scaled", "Departure", None, 9, good=False)
+    fault = FaultRow(1, "sums", "AccumulationError", 5, 5, 8, 9)
+    missed = FaultRow(9, "scaled", "Departure", 0, 5, None, 9)
     quiet = HealthyRow("plain", 800, 0, 800.0)
     told = page("make x", [fault, missed], [quiet])
-    assert "| 1 | sums | AccumulationError | 8 | 9 |" in told
-    assert "| 9 | scaled | Departure | **missed** (never) | 9 |" in told
+    assert "| 1 | sums | AccumulationError | 5/5 | 8 | 9 |" in told
+    assert "| 9 | scaled | Departure | **0/5** | never | 9 |" in told
     # No alarm in 800: 1 - 0.05^(1/800) = 0.374 %.
     assert "800 runs of 1 configurations, 0 with an alarm" in told
     assert "below 0.37% a run" in told
     assert "bounds" not in page("make x", [], [HealthyRow("plain", 800, 1, 800.0)])
+
+
+def test_a_row_is_as_late_as_its_latest_run_and_counts_those_in_time() -> None:
+    verdicts = [
+        Verdict("a fault", seed, good, step, (), 1.0)
+        for seed, (good, step) in enumerate([(True, 8), (False, 12), (False, None), (True, 7)])
+    ]
+    assert _fault_row(FAULT, verdicts) == FaultRow(99, "a fault", "Expected", 2, 4, 12, 9)
 
 
 def test_names_of_rows_are_unique() -> None:
