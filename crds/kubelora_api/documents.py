@@ -5,16 +5,18 @@ what may change once a job has started. Reading files is the caller's duty.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from kubelora_api import names
+from kubelora_api.field_paths import field_names, unknown_in
 from kubelora_api.job import TRANSITIONS, LoraTrainingJob
+from kubelora_api.nearest import did_you_mean
 from kubelora_api.schema import ApiModel, JsonObject, Rule, metadata_of
 
 
@@ -148,7 +150,9 @@ def _sentence_of(detail: ErrorDetails) -> str:
         case "extra_forbidden":
             return "unknown field" + _suggestion(detail["loc"])
         case "literal_error" | "enum":
-            return f"must be {context.get('expected')}, found {found}"
+            expected = str(context.get("expected"))
+            near = did_you_mean(str(detail.get("input")), re.findall(r"'([^']*)'", expected))
+            return f"must be {expected}, found {found}{near}"
         case "greater_than":
             return f"must be greater than {context['gt']:g}, found {found}"
         case "greater_than_equal":
@@ -176,25 +180,13 @@ def _sentence_of(detail: ErrorDetails) -> str:
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:
-    """``; did you mean 'rank'?`` where a field of the same group has a similar name."""
+    """The field of the same group that was meant, or the fields that there are."""
     model: type[BaseModel] = LoraTrainingJob
     for part in location[:-1]:
         if isinstance(part, int):
             continue
-        field = next((f for n, f in model.model_fields.items() if part in (n, f.alias)), None)
-        below = _model_below(field.annotation if field else None)
+        below = field_names(model).get(part)
         if below is None:
             return ""
         model = below
-    known = [f.alias or n for n, f in model.model_fields.items()]
-    close = get_close_matches(str(location[-1]), known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(known)}"
-
-
-def _model_below(annotation: object) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        if found := _model_below(argument):
-            return found
-    return None
+    return unknown_in(model, str(location[-1]))

@@ -7,7 +7,7 @@ context can't be said in a podTemplate at all.
 from typing import Final
 
 from kubelora_api import names
-from kubelora_api.places import parse_place
+from kubelora_api.claims import claims_of
 from kubelora_api.pod import PodTemplate, Resources
 from kubelora_api.schema import JsonObject
 from kubelora_api.spec import JobSpec
@@ -44,25 +44,6 @@ def build_pod_spec(spec: JobSpec, *, attempt: int, child: str, trainer_image: st
     if spec.workers.nodes > 1:
         pod["subdomain"] = child
     return pod | _placement(template)
-
-
-def claims_of(spec: JobSpec) -> dict[str, bool]:
-    """Claims that the job's URIs name, by name, and whether the job only reads them."""
-    extra = [source.uri for source in spec.dataset.extra_sources]
-    inputs = [
-        spec.model.uri,
-        spec.model.config,
-        spec.model.vae,
-        spec.adapter.from_,
-        spec.dataset.uri,
-        spec.health.baseline,
-        *extra,
-    ]
-    claims = {p.root: True for uri in inputs if uri and (p := parse_place(uri)).scheme == "pvc"}
-    for uri in (spec.output.uri, spec.dataset.cache):
-        if uri and (place := parse_place(uri)).scheme == "pvc":
-            claims[place.root] = False
-    return dict(sorted(claims.items()))
 
 
 def _container(

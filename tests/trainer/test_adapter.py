@@ -11,6 +11,7 @@ from torch import nn
 
 from kubelora_api.spec import Adapter
 from kubelora_trainer.adapter import add_adapter, initial_down_projection
+from kubelora_trainer.adapter_targets import meant_parts
 from kubelora_trainer.base_model import load_unet
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import ConfigurationError
@@ -199,3 +200,17 @@ def test_rank_stabilised_scale_is_alpha_over_the_root_of_each_modules_rank(
     adapter = Adapter(rank=4, alpha=6.0, rs_lora=True, rank_pattern={"to_v": 9})
     scales = {m.name.endswith("to_v"): m.scale for m in add_adapter(unet, adapter, 0)}
     assert scales == {True: pytest.approx(2.0), False: pytest.approx(3.0)}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("mid_blocks.*", "; did you mean 'mid_block' for 'mid_blocks'?"),
+        (r"down\.\d+\.atn2\.to_kk", "; did you mean 'attn2' for 'atn2' and 'to_k' for 'to_kk'?"),
+        ("attn2.*", ""),
+        ("zebra", ""),
+    ],
+)
+def test_words_of_a_pattern_that_no_name_has_are_answered(pattern: str, meant: str) -> None:
+    names = ["mid_block.attn2.to_k", "down.0.attn2.to_k", "down.0.attn2.to_out.0"]
+    assert meant_parts(pattern, names) == meant

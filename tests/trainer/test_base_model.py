@@ -99,6 +99,13 @@ def test_a_missing_variant_names_what_is_there(demo: DemoPaths) -> None:
         _load(demo.model, variant="fp16")
 
 
+def test_a_misspelt_variant_is_answered_with_the_one_that_is_there(copy: Path) -> None:
+    unet = copy / "unet"
+    (unet / WEIGHTS).rename(unet / WEIGHTS.replace(".safetensors", ".fp16.safetensors"))
+    with pytest.raises(ConfigurationError, match=r"see model.variant; did you mean 'fp16'\?$"):
+        check_weights(unet, "pf16")
+
+
 def test_a_variant_is_loaded_from_its_own_files(copy: Path) -> None:
     for part in ("unet", "vae", "text_encoder", "text_encoder_2"):
         for file in (copy / part).glob("*.safetensors"):

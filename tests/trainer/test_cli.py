@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
+from kubelora_api.documents import parse_job
 from kubelora_api.report import FinalReport, RunReport
-from kubelora_trainer.cli import main
+from kubelora_trainer.cli import main, stray_mounts
 from kubelora_trainer.demo import DemoPaths
 
 JOB = """\
@@ -286,6 +288,28 @@ def test_the_words_of_the_command_line() -> None:
     wrong = run(main, ["train", "job.yaml", "--mount", "photos"])
     assert wrong.exit_code == 2
     assert "expected CLAIM=DIR" in wrong.output
+
+
+def test_a_misspelt_claim_is_answered_with_the_jobs_own(
+    train: Train, tmp_path: Path, demo: DemoPaths
+) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    arguments = ["train", str(tmp_path / "job.yaml"), "--mount", f"model={demo.model}"]
+    arguments += ["--mount", f"output={tmp_path}", "--mount", f"dta={demo.photos}"]
+    refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code == 2
+    assert (
+        f"error: --mount dta={demo.photos}: the job names no claim 'dta'; did you mean 'data'? "
+        "Its claims are data, model, output; still to be named: --mount data=DIR"
+    ) in refused.output
+
+
+def test_a_mount_too_many_is_told_and_ends_nothing() -> None:
+    job = parse_job(yaml.safe_load(JOB.replace("1e-3", "0.001")))
+    folders = {name: Path("/x") for name in ("model", "data", "output", "spare")}
+    assert list(stray_mounts(folders, job)) == [
+        "--mount spare=/x: the job names no claim 'spare', so nothing is read from it"
+    ]
 
 
 def test_help_and_validate_do_not_import_torch(tmp_path: Path) -> None:

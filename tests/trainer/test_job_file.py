@@ -144,6 +144,19 @@ def test_a_wrong_setting_names_the_field(job: Path) -> None:
         read_job(str(job), ["spec.training.steps=0"])
 
 
+def test_a_setting_of_a_field_that_there_is_not_names_the_one_that_was_meant(job: Path) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        read_job(str(job), ["training.steps=5"])
+    assert str(refused.value) == (
+        "--set training.steps=5: training is no field; did you mean 'spec.training.steps'?"
+    )
+
+
+def test_a_file_that_is_not_there_is_answered_with_the_one_beside_it(job: Path) -> None:
+    with pytest.raises(ConfigurationError, match=rf"jbo\.yaml: no such .*mean '{job}'\?"):
+        load_job_documents(str(job.with_name("jbo.yaml")))
+
+
 def test_validation_tells_of_every_file(job: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(JOB.replace("rank: 64", "rank: 0"))

@@ -36,6 +36,14 @@ def test_a_claim_that_is_not_here_says_how_to_stand_in_for_it(tmp_path: Path) ->
         resolve_output("pvc://adapters/x", {}, claims=tmp_path)
 
 
+def test_a_folder_that_is_not_there_is_answered_with_the_one_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "bottles" / "may").mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match=rf"mean '{tmp_path}/bottles'\?$"):
+        resolve_input("pvc://photos/botles/may", {"photos": tmp_path})
+    with pytest.raises(ConfigurationError, match=r"correct the path in the job file\.$"):
+        resolve_input("pvc://photos/zebra", {"photos": tmp_path})
+
+
 def test_a_place_never_leaves_its_claim(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"remove '\.\.'"):
         resolve_input("pvc://photos/../secrets", {"photos": tmp_path})

@@ -187,11 +187,38 @@ def test_wrong_columns_are_a_sentence(tmp_path: Path, table: pa.Table, sentence:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_category_that_no_table_and_no_line_has_is_answered_with_the_one_meant(
+    tmp_path: Path,
+) -> None:
+    columns = Columns(category="prodcut")
+    path = _write(_table([_png(1)], text=["a"], product=["glass"]), tmp_path / "a.parquet")
+    with pytest.raises(ConfigurationError, match=r"'prodcut'; .*did you mean 'product'\?"):
+        unpack_tables(path, columns, tmp_path / "cache")
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "a.png").write_bytes(_png(1))
+    line = {"file_name": "a.png", "text": "a", "product": "glass"}
+    (photos / "metadata.jsonl").write_text(json.dumps(line))
+    with pytest.raises(ConfigurationError, match=r"a field 'prodcut'; .*mean 'product'\?"):
+        open_dataset(photos, _settings(columns=columns.document()))
+
+
+def test_a_source_with_one_category_for_all_needs_no_column_of_them(tmp_path: Path) -> None:
+    _write(_table([_png(1)], text=["a"]), tmp_path / "more" / "a.parquet")
+    more = {"uri": str(tmp_path / "more"), "category": "cans"}
+    settings = _settings(columns={"category": "kind"}, extraSources=[more])
+    [source] = open_extra_sources(settings, {})
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(_png(2))
+    data = open_dataset(tmp_path / "photos", settings, extra=(source,))
+    assert [sample.category for sample in data.samples] == ["", "cans"]
+
+
 def test_a_folder_of_tables_and_images_is_refused_rather_than_half_read(tmp_path: Path) -> None:
     _write(_table([_png(1)], text=["a"]), tmp_path / "data" / "a.parquet")
     (tmp_path / "data" / "b.PNG").write_bytes(_png(2))
     with pytest.raises(ConfigurationError, match=r"1 tables, such as a.parquet, and 1 image files"):
-        open_folder(str(tmp_path / "data"), _settings(), {})
+        open_folder(str(tmp_path / "data"), Columns(), {})
 
 
 def test_a_damaged_table_is_a_sentence(tmp_path: Path) -> None:
@@ -207,7 +234,7 @@ def test_metadata_fields_are_chosen_like_columns(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text(json.dumps(line))
     data = open_dataset(tmp_path, _settings(columns={"caption": "en", "category": "kind"}))
     assert (data.samples[0].caption, data.samples[0].category) == ("yes", "glass")
-    assert open_folder(str(tmp_path), _settings(), {}) == tmp_path
+    assert open_folder(str(tmp_path), Columns(), {}) == tmp_path
 
 
 def test_a_run_trains_on_a_table_and_a_folder_together(

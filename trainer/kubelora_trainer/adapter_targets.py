@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from kubelora_api.nearest import nearest
 from kubelora_trainer.errors import ConfigurationError
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -45,10 +46,29 @@ def matching(patterns: Mapping[str, T], names: Sequence[str]) -> dict[str, T]:
 
 def check_patterns(field: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     """Raise ConfigurationError for a pattern of ``adapter.<field>`` that matches no name."""
+    what = "layers of the UNet" if field == "targetPatterns" else "adapted modules"
+    refuse_unmatched(f"adapter.{field}", patterns, names, what, "widen adapter.targets")
+
+
+def refuse_unmatched(
+    field: str, patterns: Iterable[str], names: Sequence[str], what: str, instead: str
+) -> None:
+    """Raise ConfigurationError for a pattern of ``field`` that matches none of ``names``.
+
+    what: they are. instead: what else mends it.
+    """
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
-            what = "layers of the UNet" if field == "targetPatterns" else "adapted modules"
             raise ConfigurationError(
-                f"adapter.{field}: {pattern!r} matches none of the {len(names)} {what}, such as "
-                f"{names[0]}. Correct it, or widen adapter.targets."
+                f"{field}: {pattern!r} matches none of the {len(names)} {what}, such as "
+                f"{names[0]}{meant_parts(pattern, names)}. Correct it, or {instead}."
             )
+
+
+def meant_parts(pattern: str, names: Iterable[str]) -> str:
+    """``; did you mean 'attn2' for 'atn2'?`` for the words of a pattern that no name has."""
+    parts = dict.fromkeys(part for name in names for part in name.split("."))
+    words = re.findall(r"[A-Za-z_]\w+", re.sub(r"\\.", " ", pattern))
+    strange = [word for word in words if not any(word in part for part in parts)]
+    meant = [f"{near!r} for {word!r}" for word in strange if (near := nearest(word, parts))]
+    return f"; did you mean {' and '.join(meant)}?" if meant else ""

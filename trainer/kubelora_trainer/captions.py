@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kubelora_api.dataset_spec import Columns
+from kubelora_api.nearest import did_you_mean, listed
 from kubelora_trainer.errors import ConfigurationError
 
 METADATA = "metadata.jsonl"
@@ -22,9 +23,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listing:
-    """What all metadata files say, by image path."""
+    """What all metadata files say, by image path. fields: those that some line has."""
 
     entries: Mapping[Path, Entry]
+    fields: tuple[str, ...] = ()
 
 
 def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
@@ -34,19 +36,44 @@ def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
     Raises ConfigurationError that names file and line.
     """
     entries: dict[Path, Entry] = {}
+    fields: dict[str, None] = {}
     for file in metadata_files:
         for number, line in enumerate(read_text(file).split("\n"), start=1):
             if not line.strip():
                 continue
             where = f"{file}, line {number}"
-            image, entry = _entry(line, where, file.parent, columns)
+            image, entry = _entry(line, where, file.parent, columns, fields)
             if image in entries:
                 raise ConfigurationError(f"{where}: {image.name} is listed a second time.")
             entries[image] = entry
-    return Listing(entries)
+    return Listing(entries, tuple(fields))
 
 
-def _entry(line: str, where: str, folder: Path, columns: Columns) -> tuple[Path, Entry]:
+def refuse_absent(
+    listing: Listing, columns: Columns, folder: Path, caption: str | None, category: str | None
+) -> None:
+    """Raise ConfigurationError for a field that the job names and no line of metadata has.
+
+    The default names may be absent. caption, category: what a source says of all its images, which
+    then need no field.
+    """
+    usual, fields = Columns(), listing.fields
+    for field, name, default, given in (
+        ("caption", columns.caption, usual.caption, caption),
+        ("category", columns.category, usual.category, category),
+    ):
+        if fields and given is None and name not in (default, *fields):
+            raise ConfigurationError(
+                f"No line of {METADATA} in {folder} has a field {name!r}; there are "
+                f"{listed(fields)}: name the right one in dataset.columns.{field}"
+                f"{did_you_mean(name, fields)}"
+            )
+
+
+def _entry(
+    line: str, where: str, folder: Path, columns: Columns, fields: dict[str, None]
+) -> tuple[Path, Entry]:
+    """One line. fields: gets the names of its fields."""
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -56,6 +83,7 @@ def _entry(line: str, where: str, folder: Path, columns: Columns) -> tuple[Path,
         raise ConfigurationError(
             f'{where}: it needs a file_name, as in {{"file_name": "a.jpg", "text": "a bottle"}}.'
         )
+    fields.update(dict.fromkeys(entry))
     for field in (columns.caption, columns.category):
         value = entry.get(field)
         if value is not None and not isinstance(value, str):

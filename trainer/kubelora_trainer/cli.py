@@ -7,12 +7,16 @@ once. Every foreseen failure is one sentence on standard error and an exit code 
 import os
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 import click
 
 from kubelora_api import names
+from kubelora_api.claims import claims_of
+from kubelora_api.job import LoraTrainingJob
+from kubelora_api.nearest import did_you_mean
 from kubelora_trainer.errors import ConfigurationError, RunEnded
 from kubelora_trainer.stop_request import StopRequest
 
@@ -89,6 +93,8 @@ def train(
 
     folders = parse_mounts(mounts)
     job = read_job(file, settings)
+    for sentence in stray_mounts(folders, job):
+        click.echo(f"warning: {sentence}", err=True)
 
     from kubelora_trainer.run_context import RunOptions
     from kubelora_trainer.seats import layout_of
@@ -206,6 +212,27 @@ def parse_mounts(mounts: tuple[str, ...]) -> dict[str, Path]:
             )
         folders[claim] = Path(folder).expanduser()
     return folders
+
+
+def stray_mounts(
+    folders: Mapping[str, Path], job: LoraTrainingJob, claims: Path = Path(names.CLAIMS_DIRECTORY)
+) -> Iterator[str]:
+    """A sentence for each folder that stands in for no claim of the job.
+
+    claims: where a pod's claims are mounted.
+    Raises ConfigurationError where a claim of the job is without a folder: it is then misspelt.
+    """
+    wanted = claims_of(job.spec)
+    lacking = [name for name in wanted if name not in folders and not (claims / name).is_dir()]
+    for claim in folders.keys() - wanted.keys():
+        told = f"--mount {claim}={folders[claim]}: the job names no claim {claim!r}"
+        if lacking:
+            still = " ".join(f"--mount {name}=DIR" for name in lacking)
+            raise ConfigurationError(
+                f"{told}{did_you_mean(claim, lacking) or '.'} Its claims are {', '.join(wanted)}; "
+                f"still to be named: {still}"
+            )
+        yield f"{told}, so nothing is read from it"
 
 
 def parse_attempt(text: str | None) -> int | None:

@@ -21,10 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from kubelora_api.dump_spec import DumpGradients
 from kubelora_api.names import OutputPath
-from kubelora_trainer.adapter_targets import matches
+from kubelora_trainer.adapter_targets import matches, refuse_unmatched
 from kubelora_trainer.atomic_files import write_file, writing_to
 from kubelora_trainer.buffers import Slot
-from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.gradient_condition import parse_condition
 from kubelora_trainer.output import OutputFolder
 
@@ -164,12 +163,13 @@ def chosen_slots(slots: Sequence[Slot], patterns: Sequence[str]) -> list[Slot]:
     Raises ConfigurationError for a pattern that matches none.
     """
     names = {slot: (slot.factor.module, slot.factor.name) for slot in slots}
-    for pattern in patterns:
-        if not any(matches(pattern, name) for both in names.values() for name in both):
-            raise ConfigurationError(
-                f"health.dumpGradients.modules: {pattern!r} matches none of the {len(slots)} "
-                f"factors, such as {slots[0].factor.name}. Correct it, or leave modules out for all"
-            )
+    refuse_unmatched(
+        "health.dumpGradients.modules",
+        patterns,
+        [name for both in names.values() for name in both],
+        "modules and factors",
+        "leave modules out for all",
+    )
     return [
         slot
         for slot in slots

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kubelora_api.names import OutputPath
-from kubelora_trainer.adapter_targets import matches
+from kubelora_trainer.adapter_targets import matches, meant_parts
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.gradient_dump import dumped_files
 from kubelora_trainer.precision import NAMES
@@ -45,7 +45,14 @@ def gradient_lines(folder: Path, choice: Choice) -> Iterator[str]:
     if len(rows) > choice.limit:
         yield f"{len(rows) - choice.limit} more rows; --limit shows them"
     elif not rows:
-        yield "none of them is chosen; leave out --step or --module to see what there is"
+        meant = meant_parts(choice.pattern or "", _names(files))
+        yield f"none of them is chosen{meant or ';'} leave out --step or --module to see all"
+
+
+def _names(files: list[Path]) -> Iterator[str]:
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            yield from tensors.keys()
 
 
 def _rows(file: Path, choice: Choice) -> Iterator[tuple[str, ...]]:

@@ -16,11 +16,14 @@ import yaml
 
 from kubelora_api import names
 from kubelora_api.documents import InvalidDocument, Problem, parse_job
+from kubelora_api.field_paths import wrong_path
 from kubelora_api.job import LoraTrainingJob
 from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.nearby import nearby
 
 _MAX_BYTES = 3 * 1024 * 1024
 """The API server takes no larger object either."""
+_PATH = re.compile(r"[\w-]+(\[\d+\])*(\.[\w-]+(\[\d+\])*)*")
 
 
 class _KubernetesLoader(yaml.SafeLoader):
@@ -124,11 +127,22 @@ def read_job(path: str, settings: Iterable[str] = (), *, local: bool = True) -> 
             f"{path}: holds {len(documents)} jobs ({jobs}); train one at a time"
         )
     source = documents[0]
+    settings = list(settings)
+    check_paths(settings)
     document = apply_settings(source.document, settings)
     try:
         return parse_job(document, local=local)
     except InvalidDocument as invalid:
         raise source.refuse(invalid.problems) from None
+
+
+def check_paths(settings: Iterable[str]) -> None:
+    """Raise ConfigurationError, with what was meant, for a setting of a field that there is not."""
+    for setting in settings:
+        path, equals, _ = setting.partition("=")
+        wrong = wrong_path(path) if equals and _PATH.fullmatch(path) else None
+        if wrong:
+            raise ConfigurationError(f"--set {setting}: {wrong}")
 
 
 def apply_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
@@ -140,7 +154,7 @@ def apply_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[st
     changed = deepcopy(document)
     for setting in settings:
         path, equals, text = setting.partition("=")
-        if not equals or not re.fullmatch(r"[\w-]+(\[\d+\])*(\.[\w-]+(\[\d+\])*)*", path):
+        if not equals or not _PATH.fullmatch(path):
             raise ConfigurationError(
                 f"--set {setting}: expected path=value, such as spec.training.steps=10"
             )
@@ -175,6 +189,8 @@ def _read(path: str) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path}: no such file or directory{nearby(Path(path))}") from None
     except OSError as error:
         raise ConfigurationError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 

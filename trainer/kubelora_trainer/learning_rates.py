@@ -7,9 +7,8 @@ A factor's rate is a fixed multiple of it: by ``training.learningRates`` (text e
 from collections.abc import Sequence
 
 from kubelora_api.training_spec import Training
-from kubelora_trainer.adapter_targets import matches
+from kubelora_trainer.adapter_targets import matches, refuse_unmatched
 from kubelora_trainer.buffers import Slot
-from kubelora_trainer.errors import ConfigurationError
 
 
 def rate_scales(slots: Sequence[Slot], training: Training) -> list[float]:
@@ -18,12 +17,13 @@ def rate_scales(slots: Sequence[Slot], training: Training) -> list[float]:
     Raises ConfigurationError for a pattern that no factor's name matches.
     """
     names = [slot.factor.name for slot in slots]
-    for pattern in training.learning_rates:
-        if not any(matches(pattern, name) for name in names):
-            raise ConfigurationError(
-                f"training.learningRates: {pattern!r} matches none of the {len(names)} trained "
-                f"factors, such as {names[0]}. Correct it, or adapt the layers it is meant for"
-            )
+    refuse_unmatched(
+        "training.learningRates",
+        training.learning_rates,
+        names,
+        "trained factors",
+        "adapt the layers it is meant for",
+    )
     return [_scale(name, training) for name in names]
 
 

@@ -110,7 +110,7 @@ def open_material(
         progress(done, total)
 
     with at_once("while the data was fetched"):
-        folder = open_folder(spec.dataset.uri, spec.dataset, mounts)
+        folder = open_folder(spec.dataset.uri, spec.dataset.columns, mounts)
         extra = open_extra_sources(spec.dataset, mounts)
     dataset = open_dataset(
         folder,

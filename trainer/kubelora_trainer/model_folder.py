@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from kubelora_api.nearest import did_you_mean
 from kubelora_trainer.errors import ConfigurationError
 
 PIPELINE = "StableDiffusionXLPipeline"
@@ -125,23 +126,30 @@ def is_of_variant(name: str, variant: str | None) -> bool:
 
     Names are ``stem[.variant][-i-of-n].safetensors`` and ``stem[-i-of-n][.variant].safetensors``.
     """
+    return _infixes(name) == ([variant] if variant else [])
+
+
+def _infixes(name: str) -> list[str]:
     stem = name.split(".safetensors")[0]
     tail = name.split(".safetensors")[1].removeprefix(".index").removesuffix(".json").strip(".")
-    infixes = [part.split("-")[0] for part in stem.split(".")[1:]] + ([tail] if tail else [])
-    return infixes == ([variant] if variant else [])
+    return [part.split("-")[0] for part in stem.split(".")[1:]] + ([tail] if tail else [])
 
 
 def _missing(folder: Path, variant: str | None) -> str:
     others = sorted({f.name for f in folder.glob("*.safetensors")})
     what = f"weights of variant {variant}" if variant else "plain safetensors weights"
     if others:
-        return f"{folder} holds no {what}, only {', '.join(others[:4])}: see model.variant."
+        near = (
+            did_you_mean(variant or "", [one for name in others for one in _infixes(name)]) or "."
+        )
+        return f"{folder} holds no {what}, only {', '.join(others[:4])}: see model.variant{near}"
     if any(f.suffix in PICKLES for f in folder.iterdir()):
         return (
             f"{folder} holds no {what}, only pickled ones, which can run code when they are "
             "loaded: convert the model to safetensors."
         )
-    return f"{folder} holds no {what}: fetch the model again."
+    cure = "correct model.variant, or fetch the model again" if variant else "fetch the model again"
+    return f"{folder} holds no {what}: {cure}."
 
 
 def _check_header(file: Path) -> None:

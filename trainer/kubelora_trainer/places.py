@@ -17,6 +17,7 @@ from kubelora_trainer.downloads import (
     wanted_files,
 )
 from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.nearby import nearby
 
 
 def resolve_input(
@@ -103,5 +104,6 @@ def _in_claim(place: Place, uri: str, mounts: Mapping[str, Path], claims: Path) 
 def _existing(uri: str, path: Path) -> Path:
     if not path.exists():
         where = "" if uri == str(path) else f" (looked at {path})"
-        raise ConfigurationError(f"{uri} does not exist{where}: correct the path in the job file.")
+        meant = nearby(path) or ": correct the path in the job file."
+        raise ConfigurationError(f"{uri} does not exist{where}{meant}")
     return path

@@ -23,6 +23,7 @@ from kubelora_trainer.captions import (
     caption_of,
     category_of,
     read_listing,
+    refuse_absent,
 )
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.images import IMAGE_SUFFIXES, BadImageError, decode_image
@@ -212,6 +213,7 @@ def _images_of(
     files = sorted(_walk(folder))
     metadata = [file for file in files if file.name == METADATA]
     listing = read_listing(metadata, settings.columns)
+    refuse_absent(listing, settings.columns, folder, source.caption, source.category)
     images = sorted(
         {file for file in files if file.suffix.lower() in IMAGE_SUFFIXES} | set(listing.entries)
     )

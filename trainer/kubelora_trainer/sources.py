@@ -26,10 +26,16 @@ class SourceFolder:
     use_prefix: bool = True
 
 
-def open_folder(uri: str, settings: dataset_spec.Dataset, mounts: Mapping[str, Path]) -> Path:
+def open_folder(uri: str, columns: dataset_spec.Columns, mounts: Mapping[str, Path]) -> Path:
     """The place as a folder of images; tables are unpacked. Raises ConfigurationError."""
     place = resolve_input(uri, mounts)
-    return unpack_tables(place, settings.columns) if has_tables_alone(place) else place
+    return unpack_tables(place, columns) if has_tables_alone(place) else place
+
+
+def _columns_of(source: dataset_spec.Source, columns: dataset_spec.Columns) -> dataset_spec.Columns:
+    """A source with one category for all its images needs no column of them."""
+    usual = dataset_spec.Columns().category
+    return columns.model_copy(update={"category": usual}) if source.category else columns
 
 
 def open_extra_sources(
@@ -38,7 +44,7 @@ def open_extra_sources(
     """The dataset's extra sources, in their order. Raises ConfigurationError."""
     return tuple(
         SourceFolder(
-            folder=open_folder(source.uri, settings, mounts),
+            folder=open_folder(source.uri, _columns_of(source, settings.columns), mounts),
             label=source.uri.rstrip("/"),
             repeats=source.repeats,
             loss_weight=source.loss_weight,

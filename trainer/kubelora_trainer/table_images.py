@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kubelora_api.dataset_spec import Columns
+from kubelora_api.nearest import did_you_mean, listed
 from kubelora_trainer.captions import METADATA
 from kubelora_trainer.downloads import cache_directory
 from kubelora_trainer.errors import ConfigurationError
@@ -148,16 +149,17 @@ def _batches(table: Path, columns: Columns) -> Iterator[Any]:
 
 
 def _wanted(table: Path, names: list[str], columns: Columns) -> list[str]:
-    if columns.image not in names:
-        raise ConfigurationError(
-            f"{table} has no column {columns.image!r}; it has {', '.join(names)}: name the one "
-            "with images in dataset.columns.image"
-        )
-    if columns.caption not in names:
-        raise ConfigurationError(
-            f"{table} has no column {columns.caption!r}; it has {', '.join(names)}: name the one "
-            "with captions in dataset.columns.caption"
-        )
+    for field, name, what in (
+        ("image", columns.image, "images"),
+        ("caption", columns.caption, "captions"),
+        ("category", columns.category, "categories"),
+    ):
+        optional = field == "category" and name == Columns().category
+        if name not in names and not optional:
+            raise ConfigurationError(
+                f"{table} has no column {name!r}; it has {listed(names)}: name the one with {what} "
+                f"in dataset.columns.{field}{did_you_mean(name, names)}"
+            )
     return [name for name in (columns.image, columns.caption, columns.category) if name in names]
 
 
