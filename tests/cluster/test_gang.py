@@ -6,23 +6,16 @@ The product as it is installed: the chart's operator with its own rights, the tr
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kubelora_trainer.demo import create_demo
-
-from .harness import chart, volumes
 from .harness.images import Images
 from .harness.kubectl import Helm, Kubectl
 from .harness.probes import wait_until
+from .harness.studio import Studio, studio
 
-SYSTEM = "kubelora-gang-system"
-RELEASE = "kubelora-gang"
 LOST_CHILD = """
 import os, signal
 ranks = []
@@ -40,52 +33,6 @@ os.kill(rank, signal.SIGKILL)
 """Run in a pod: kills its only rank, a process that the command has started."""
 
 
-@dataclass(frozen=True)
-class Scene:
-    """kubectl: within the namespace of the jobs. output: the claim's folder on this machine."""
-
-    kubectl: Kubectl
-    output: Path
-
-    def status(self, job: str) -> dict[str, Any]:
-        found: Any = self.kubectl.get("ltj", job)
-        status: dict[str, Any] = found.get("status", {})
-        return status
-
-    def condition(self, job: str, kind: str) -> dict[str, Any]:
-        conditions = self.status(job).get("conditions", [])
-        return next((c for c in conditions if c["type"] == kind), {})
-
-    def pods(self, job: str, attempt: int) -> list[Any]:
-        """By index."""
-        selector = f"kubelora.dev/job={job},kubelora.dev/attempt={attempt}"
-        found: list[Any] = list(self.kubectl.items("pods", "-l", selector))
-        return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
-
-    def owned(self, job: str) -> list[str]:
-        kinds = "jobs,pods,configmaps,services"
-        return self.kubectl("get", kinds, "-l", f"kubelora.dev/job={job}", "-o", "name").split()
-
-    def describe(self, job: str) -> str:
-        """For the message of a test that waited in vain."""
-        told = self.kubectl.attempt("describe", "ltj", job).stdout
-        for name in self.kubectl(
-            "get", "pods", "-l", f"kubelora.dev/job={job}", "-o", "name"
-        ).split():
-            told += f"\n--- {name}\n" + self.kubectl.attempt("logs", name, "--tail=20").stdout
-        return told
-
-    def trains(self, job: str, attempt: int) -> bool:
-        """Whether this attempt has been heard to have done more than its first steps."""
-        status = self.status(job)
-        running = self.condition(job, "Running")
-        return (
-            status.get("attempt") == attempt
-            and running.get("reason") == "Training"
-            and status.get("progress", {}).get("step", 0) > 3
-        )
-
-
 @pytest.fixture(scope="module")
 def scene(
     kubectl: Kubectl,
@@ -93,20 +40,21 @@ def scene(
     images: Images,
     is_local_cluster: bool,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Scene]:
+) -> Iterator[Studio]:
     if not is_local_cluster:
         pytest.skip("claims on folders of this machine need the harness's own cluster")
-    folder = tmp_path_factory.mktemp("gang")
-    demo = create_demo(folder / "demo", "small")
-    namespace = f"gang-{secrets.token_hex(3)}"
-    kubectl("create", "namespace", namespace)
-    for claim, path in (("model", demo.model), ("data", demo.photos), ("output", folder / "out")):
-        volumes.claim_directory(kubectl, namespace, claim, path)
-    chart.install(helm, images, RELEASE, SYSTEM, {})
-    yield Scene(kubectl.within(namespace), folder / "out")
-    kubectl("delete", "namespace", namespace, "--timeout=240s", timeout=260)
-    volumes.release_volumes(kubectl, namespace)
-    chart.uninstall(helm, kubectl, RELEASE, SYSTEM)
+    with studio("gang", kubectl, helm, images, tmp_path_factory.mktemp("gang")) as made:
+        yield made
+
+
+def trains(scene: Studio, job: str, attempt: int) -> bool:
+    """Whether this attempt has been heard to have done more than its first steps."""
+    status = scene.status(job)
+    return (
+        status.get("attempt") == attempt
+        and scene.condition(job, "Running").get("reason") == "Training"
+        and status.get("progress", {}).get("step", 0) > 3
+    )
 
 
 def job(name: str, steps: int) -> dict[str, object]:
@@ -128,16 +76,13 @@ def job(name: str, steps: int) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def short(scene: Scene) -> Scene:
+def short(scene: Studio) -> Studio:
     scene.kubectl.apply(job("short", 30))
     return scene
 
 
-def test_two_pods_with_a_name_each_train_one_adapter(short: Scene) -> None:
-    def complete() -> bool:
-        return short.condition("short", "Complete").get("status") == "True"
-
-    assert wait_until(complete, 300), short.describe("short")
+def test_two_pods_with_a_name_each_train_one_adapter(short: Studio) -> None:
+    short.wait("short", "Complete", 300)
     status = short.status("short")
     assert (status["attempt"], status.get("restarts", 0)) == (1, 0)
     assert status["progress"]["step"] == 30
@@ -147,7 +92,7 @@ def test_two_pods_with_a_name_each_train_one_adapter(short: Scene) -> None:
     assert (manifest["state"], manifest["attempt"]) == ("Done", 1)
 
 
-def test_the_pods_found_each_other_by_the_service(short: Scene) -> None:
+def test_the_pods_found_each_other_by_the_service(short: Studio) -> None:
     pods = short.pods("short", 1)
     index = "batch.kubernetes.io/job-completion-index"
     assert [p["metadata"]["annotations"][index] for p in pods] == ["0", "1"]
@@ -161,23 +106,23 @@ def test_the_pods_found_each_other_by_the_service(short: Scene) -> None:
     assert "step=30/30" in short.kubectl("logs", pods[0]["metadata"]["name"])
 
 
-def test_deleting_the_job_leaves_nothing_behind(short: Scene) -> None:
+def test_deleting_the_job_leaves_nothing_behind(short: Studio) -> None:
     assert any(name.startswith("service/") for name in short.owned("short"))
     short.kubectl("delete", "ltj", "short", "--timeout=60s")
     assert wait_until(lambda: short.owned("short") == [], 120), short.owned("short")
 
 
 @pytest.fixture(scope="module")
-def long(scene: Scene) -> Scene:
+def long(scene: Studio) -> Studio:
     scene.kubectl.apply(job("long", 100_000))
-    assert wait_until(lambda: scene.trains("long", 1), 180), scene.describe("long")
+    assert wait_until(lambda: trains(scene, "long", 1), 180), scene.describe("long")
     return scene
 
 
-def test_a_deleted_pod_stops_the_gang_with_a_checkpoint_and_costs_no_restart(long: Scene) -> None:
+def test_a_deleted_pod_stops_the_gang_with_a_checkpoint_and_costs_no_restart(long: Studio) -> None:
     second = long.pods("long", 1)[1]["metadata"]["name"]
     long.kubectl("delete", "pod", second, "--wait=false")
-    assert wait_until(lambda: long.trains("long", 2), 240), long.describe("long")
+    assert wait_until(lambda: trains(long, "long", 2), 240), long.describe("long")
     assert long.status("long").get("restarts", 0) == 0
     first = long.pods("long", 2)[0]["metadata"]["name"]
 
@@ -188,8 +133,8 @@ def test_a_deleted_pod_stops_the_gang_with_a_checkpoint_and_costs_no_restart(lon
     assert wait_until(resumed, 240), long.describe("long")
 
 
-def test_a_killed_rank_ends_the_gang_and_the_cause_is_told(long: Scene) -> None:
-    assert wait_until(lambda: long.trains("long", 2), 240), long.describe("long")
+def test_a_killed_rank_ends_the_gang_and_the_cause_is_told(long: Studio) -> None:
+    assert wait_until(lambda: trains(long, "long", 2), 240), long.describe("long")
     second = long.pods("long", 2)[1]["metadata"]["name"]
     long.kubectl("exec", second, "--", "python3", "-c", LOST_CHILD)
 
@@ -199,5 +144,5 @@ def test_a_killed_rank_ends_the_gang_and_the_cause_is_told(long: Scene) -> None:
     assert wait_until(lambda: "rank 1 of 2 was killed by SIGKILL" in told(), 120), long.describe(
         "long"
     )
-    assert wait_until(lambda: long.trains("long", 3), 240), long.describe("long")
+    assert wait_until(lambda: trains(long, "long", 3), 240), long.describe("long")
     assert long.status("long")["restarts"] == 1

@@ -19,6 +19,7 @@ from kubelora_trainer.demo import create_demo
 
 from .harness import chart, monitoring, volumes
 from .harness.images import Images
+from .harness.jobs import Jobs
 from .harness.kubectl import Helm, Kubectl
 from .harness.monitoring import Monitoring
 from .harness.places import Places
@@ -38,38 +39,18 @@ ALERT = "KubeloraUpdatesLost"
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scene(Jobs):
     """What the story plays in."""
 
-    kubectl: Kubectl
-    """Within the namespace of the jobs."""
     helm: Helm
     monitoring: Monitoring
     model: Path
     output: Path
 
-    def job(self, name: str) -> Any:
-        return self.kubectl.get("ltj", name)
-
     def pod(self, job: str) -> Any:
         """The one pod of a job."""
-        (pod,) = self.kubectl.items("pods", "-l", f"kubelora.dev/job={job}")
+        (pod,) = self.pods(job)
         return pod
-
-    def condition(self, name: str, kind: str) -> dict[str, Any]:
-        """A condition of a job; empty while there is none of that type."""
-        conditions = self.job(name).get("status", {}).get("conditions", [])
-        return next((c for c in conditions if c["type"] == kind), {})
-
-    def is_true(self, name: str, kind: str) -> bool:
-        return self.condition(name, kind).get("status") == "True"
-
-    def describe(self, name: str) -> str:
-        """For the message of a test that waited in vain."""
-        return self.kubectl.attempt("describe", "ltj", name).stdout
-
-    def wait(self, name: str, kind: str, seconds: float) -> None:
-        assert wait_until(lambda: self.is_true(name, kind), seconds), self.describe(name)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +136,7 @@ def test_the_pods_are_restricted_and_hold_no_token(applied: Scene) -> None:
 
 def test_it_completes_with_its_artifacts_in_the_status(applied: Scene) -> None:
     applied.wait("quickstart", "Complete", 240)
-    status = applied.job("quickstart")["status"]
+    status = applied.status("quickstart")
     assert status["state"] == "Complete"
     assert status["progress"]["percent"] == "100%"
     assert status["progress"]["step"] == status["progress"]["totalSteps"]
@@ -166,13 +147,14 @@ def test_it_completes_with_its_artifacts_in_the_status(applied: Scene) -> None:
 
 
 def test_nothing_of_ours_was_written_onto_the_users_object(applied: Scene) -> None:
-    metadata = applied.job("quickstart")["metadata"]
+    found: Any = applied.kubectl.get("ltj", "quickstart")
+    metadata = found["metadata"]
     assert "finalizers" not in metadata
     assert list(metadata["annotations"]) == ["kubectl.kubernetes.io/last-applied-configuration"]
 
 
 def test_its_history_reads_well_in_kubectl_describe(applied: Scene) -> None:
-    described = applied.describe("quickstart")
+    described = applied.kubectl("describe", "ltj", "quickstart")
     for words in ("Events:", "loratrainingjob", "Complete"):
         assert words.lower() in described.lower()
 
@@ -232,17 +214,9 @@ def test_the_healthy_job_was_silent(lossy: Scene) -> None:
 
 
 def test_deleting_a_job_leaves_nothing_behind(lossy: Scene) -> None:
-    assert owned(lossy.kubectl, "quickstart") != []
+    assert lossy.owned("quickstart") != []
     lossy.kubectl("delete", "ltj", "quickstart", "--timeout=60s")
-    assert wait_until(lambda: owned(lossy.kubectl, "quickstart") == [], 60), owned(
-        lossy.kubectl, "quickstart"
-    )
-
-
-def owned(kubectl: Kubectl, job: str) -> list[str]:
-    """Everything in the namespace that carries a job's label."""
-    kinds = "jobs,pods,configmaps,services,secrets,networkpolicies,persistentvolumeclaims"
-    return kubectl("get", kinds, "-l", f"kubelora.dev/job={job}", "-o", "name").split()
+    assert wait_until(lambda: lossy.owned("quickstart") == [], 60), lossy.owned("quickstart")
 
 
 def test_uninstalling_the_operator_does_not_disturb_a_running_pod(lossy: Scene) -> None:
@@ -254,7 +228,7 @@ def test_uninstalling_the_operator_does_not_disturb_a_running_pod(lossy: Scene) 
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     assert after["status"]["phase"] == "Running"
     assert after["status"]["containerStatuses"][0]["restartCount"] == 0
-    assert lossy.job("lossy")["status"]["state"] == "Running"  # the resource outlives its operator
+    assert lossy.status("lossy")["state"] == "Running"  # the resource outlives its operator
 
 
 def metric(scene: Scene, name: str) -> float:
@@ -264,7 +238,7 @@ def metric(scene: Scene, name: str) -> float:
 
 def test_a_job_is_deleted_without_its_operator(lossy: Scene) -> None:
     lossy.kubectl("delete", "ltj", "lossy", "--timeout=30s")
-    assert wait_until(lambda: owned(lossy.kubectl, "lossy") == [], 180)
+    assert wait_until(lambda: lossy.owned("lossy") == [], 180)
     assert (lossy.output / "lossy" / "checkpoints").is_dir()  # SIGTERM saved what was done
     manifest = json.loads((lossy.output / "lossy" / "manifest.json").read_text())
     assert manifest["state"].lower() != "done"
