@@ -18,8 +18,10 @@ from rich.console import Console
 
 from kubelora_api.documents import parse_job
 from kubelora_api.job import LoraTrainingJob
+from kubelora_api.names import OutputPath
 from kubelora_trainer import material, run
 from kubelora_trainer.checkpoint import RunPosition
+from kubelora_trainer.checkpoint_folders import list_checkpoints
 from kubelora_trainer.errors import Interrupted, NumericalError, RunEnded
 from kubelora_trainer.output import read_manifest
 from kubelora_trainer.packed_numbers import PendingNumbers
@@ -222,6 +224,7 @@ def continue_run(
     seat: of this process, where it is one of several ranks.
     """
     job = document(scene, configuration, seed, output)
+    begun = max((c.step for c in list_checkpoints(output / OutputPath.CHECKPOINTS)), default=0)
     witness = _Witness()
 
     def broken_train(parts: Parts, position: RunPosition, **rest: object) -> RunPosition:
@@ -249,7 +252,7 @@ def continue_run(
             pass
         except NumericalError as ended:
             error = str(ended)
-            step = witness.numbers[-1].step if witness.numbers else 1
+            step = witness.numbers[-1].step if witness.numbers else begun + 1
             if not any(f.severity == "critical" for f in witness.findings.values()):
                 witness.findings[CONTRACT] = Seen(step, "critical", None, None)
         except RunEnded as ended:

@@ -72,12 +72,16 @@ LOSSY: Document = {
 }
 
 
-def resumed_anew(scene: Scene, seed: int, output: Path) -> Observation:
-    """Eight steps and a checkpoint; then a start that loads everything but the optimizer."""
-    configuration = Configuration({"checkpoint": {"everySteps": 8}})
-    observe_run(scene, configuration, seed, output, broken.ends_before(9))
-    with broken.optimizer_not_loaded():
-        return continue_run(scene, configuration, seed, output)
+def resumed_with(broken_load: Callable[[], AbstractContextManager[None]]) -> Observe:
+    """Eight steps and a checkpoint; then a start whose optimizer is not what was saved."""
+
+    def observe(scene: Scene, seed: int, output: Path) -> Observation:
+        configuration = Configuration({"checkpoint": {"everySteps": 8}})
+        observe_run(scene, configuration, seed, output, broken.ends_before(9))
+        with broken_load():
+            return continue_run(scene, configuration, seed, output)
+
+    return observe
 
 
 def scaled_against_a_baseline(scene: Scene, seed: int, output: Path) -> Observation:
@@ -268,7 +272,20 @@ FAULTS: tuple[Fault, ...] = (
         unsynchronised,
         frozenset({"GradientImbalance"}),  # from then on gradients of two adapters are summed
     ),
-    Fault(22, "resume without the optimizer's state", "OptimizerStateLost", 11, resumed_anew),
+    Fault(  # known by the manifest's step, before anything has moved
+        22,
+        "resume without the optimizer's state",
+        CONTRACT,
+        9,
+        resumed_with(broken.optimizer_not_loaded),
+    ),
+    Fault(  # known by the jump in the size of updates
+        22,
+        "resume with the optimizer's count, without its moments",
+        "OptimizerStateLost",
+        11,
+        resumed_with(broken.moments_not_loaded),
+    ),
     Fault(
         23,
         "a category whose latents are zero",

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from kubelora_api.schema import JsonObject
 from kubelora_trainer import latents
 from kubelora_trainer import schedule as rates
 from kubelora_trainer import train as loop
@@ -249,6 +250,20 @@ def ends_before(step: int) -> Injection:
 def optimizer_not_loaded() -> Iterator[None]:
     """A resume that leaves the optimizer as new."""
     with patch.object(FlatAdamW, "load", lambda *arguments: None):
+        yield
+
+
+@contextmanager
+def moments_not_loaded() -> Iterator[None]:
+    """A resume that restores the optimizer's count of steps and none of its moments."""
+    real = FlatAdamW.load
+
+    def load(optimizer: FlatAdamW, tensors: dict[str, Tensor], scalars: JsonObject) -> None:
+        real(optimizer, tensors, scalars)
+        optimizer.first_moment.zero_()
+        optimizer.second_moment.zero_()
+
+    with patch.object(FlatAdamW, "load", load):
         yield
 
 

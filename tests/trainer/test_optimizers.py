@@ -2,18 +2,23 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kubelora_api.schema import JsonObject
 from kubelora_api.training_spec import Optimizer, OptimizerName, Training
 from kubelora_trainer.buffers import AdapterBuffers, Factor
+from kubelora_trainer.errors import ConfigurationError, NumericalError
 from kubelora_trainer.optimizer import AdapterOptimizer
 from kubelora_trainer.optimizer_choice import open_optimizer, rate_warning
 from kubelora_trainer.precision import PrecisionPlan
-from tests.trainer.engine import Engine
+from kubelora_trainer.startup_contract import check_resumed
+from kubelora_trainer.train import MicroBatch
+from tests.trainer.engine import Engine, Loss
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAN = PrecisionPlan(BF16, FP32, FP32)
@@ -227,6 +232,88 @@ def test_moments_are_read_flat_where_they_are_kept_element_by_element() -> None:
         "prodigy": (True, True),
         "lion": (True, False),
     }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resume_counts_the_steps_that_the_state_has_taken_in(
+    tmp_path: Path, name: OptimizerName
+) -> None:
+    Engine(tmp_path, optimizer={"name": name}).train()
+    again = Engine(tmp_path, optimizer={"name": name})
+    assert again.position.step == 6
+    told = check_resumed(again.optimizer, again.position.step, 0)
+    assert told == "optimizer state of 6 steps, as the checkpoint's manifest says"
+    with pytest.raises(NumericalError, match=r"of step 6, .* taken in 5 gradients, but has 6"):
+        check_resumed(again.optimizer, again.position.step, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resume_that_leaves_the_optimizer_as_new_is_refused(
+    tmp_path: Path, name: OptimizerName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Engine(tmp_path, optimizer={"name": name})
+    first.train()
+    monkeypatch.setattr(type(first.optimizer), "load", lambda *arguments: None)
+    again = Engine(tmp_path, optimizer={"name": name})
+    assert again.position.step == 6
+    with pytest.raises(NumericalError, match="should have taken in 6 gradients, but has 0"):
+        check_resumed(again.optimizer, again.position.step, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_without_the_optimizers_state_is_refused(
+    tmp_path: Path, name: OptimizerName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Engine(tmp_path, optimizer={"name": name})
+    anew: JsonObject = {"factors": {}, "groups": first.optimizer.scalars().get("groups")}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(first.optimizer), "tensors", lambda optimizer: {})
+        patch.setattr(type(first.optimizer), "scalars", lambda optimizer: anew)
+        first.train()
+    with pytest.raises((ConfigurationError, NumericalError), match=r"missing|but has 0"):
+        resume_and_check(tmp_path, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_that_lacks_a_factor_or_a_number_does_not_fit(name: OptimizerName) -> None:
+    buffers = buffers_of()
+    trained = open_optimizer(buffers, Optimizer(name=name))
+    run(buffers, trained, gradients(2, buffers.numel), 1e-2)
+    tensors, scalars = trained.tensors(), trained.scalars()
+    lacking = {n: t for n, t in tensors.items() if n.startswith("up.b.lora_A/") or "/" not in n}
+    lacking.pop("second_moment", None)
+    with pytest.raises(ValueError, match="is missing"):
+        open_optimizer(buffers_of(), Optimizer(name=name)).load(lacking, scalars)
+    if name == "prodigy":
+        without = {**scalars, "groups": [{"d": 1e-6}]}
+        with pytest.raises(ValueError, match="the parameter group's d_max is missing"):
+            open_optimizer(buffers_of(), Optimizer(name=name)).load(tensors, without)
+
+
+def test_steps_that_the_loss_scaler_left_out_are_not_expected_of_the_optimizer(
+    tmp_path: Path,
+) -> None:
+    fp16 = PrecisionPlan(torch.float16, FP32, FP32)
+    first = Engine(tmp_path, precision=fp16)
+    real, poisoned = first.parts.objective, 4  # in the second of six windows
+
+    def objective(micro_step: int) -> MicroBatch:
+        batch = real(micro_step)
+        return Loss(batch.loss_sum * (1e6 if micro_step == poisoned else 1.0), batch.samples)
+
+    first.parts = replace(first.parts, objective=objective)
+    first.train()
+    again = Engine(tmp_path, precision=fp16)
+    assert again.scaler is not None
+    skipped = int(again.scaler.skipped)
+    assert skipped >= 1
+    assert again.optimizer.steps_done == 6 - skipped
+    assert check_resumed(again.optimizer, 6, skipped)
+
+
+def resume_and_check(path: Path, name: OptimizerName) -> None:
+    again = Engine(path, optimizer={"name": name})
+    check_resumed(again.optimizer, again.position.step, 0)
 
 
 def test_a_rate_that_prodigy_would_drown_in_is_told() -> None:

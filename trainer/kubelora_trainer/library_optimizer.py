@@ -78,6 +78,12 @@ class LibraryOptimizer:
         damping = self._state.damping
         return damping(self._library.param_groups[0]) if damping else None
 
+    @property
+    def steps_done(self) -> int:
+        """Steps that the state has taken in, of the factor that has the fewest."""
+        kept = self._library.state
+        return min(int(kept.get(m, {}).get("step", 0)) for m in self._buffers.master_parameters)
+
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them; nothing at all where the gradient is not finite."""
         if bool(non_finite):
@@ -129,9 +135,20 @@ class LibraryOptimizer:
         if present:
             check_like(present, tensors)
         known = {slot.factor.name for slot in self._buffers.slots}
-        odd = {name.rpartition("/")[0] for name in tensors} - known
-        if odd or len(scalars["groups"]) != len(self._library.param_groups):
-            raise ValueError(f"{sorted(odd)[0]} is not known" if odd else "other parameter groups")
+        names = {factor: set[str]() for factor in known}
+        for factor, _, name in (key.rpartition("/") for key in tensors):
+            if factor not in known:
+                raise ValueError(f"{factor} is not known")
+            names[factor].add(name)
+        # A library that makes its state in the first step can't say what it should be.
+        if tensors and (without := [factor for factor, kept in names.items() if not kept]):
+            raise ValueError(f"the state of {min(without)} is missing")
+        saved, own = scalars["groups"], self.scalars()["groups"]
+        if len(saved) != len(own):
+            raise ValueError("other parameter groups")
+        for theirs, ours in zip(saved, own, strict=True):
+            if absent := sorted(ours.keys() - theirs.keys()):
+                raise ValueError(f"the parameter group's {absent[0]} is missing")
 
     def _by_factor(self) -> list[tuple[str, dict[str, object]]]:
         masters = zip(self._buffers.slots, self._buffers.master_parameters, strict=True)

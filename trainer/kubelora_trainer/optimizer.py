@@ -46,6 +46,13 @@ class AdapterOptimizer(Protocol):
     def damping(self) -> Damping | None:
         """How the second moment is used; None where the step has another form."""
 
+    @property
+    def steps_done(self) -> int:
+        """Steps that the state has taken in, of the factor that has the fewest.
+
+        Waits for the device.
+        """
+
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them.
 
@@ -109,6 +116,11 @@ class FlatAdamW:
     def damping(self) -> Damping:
         """What the step divides by; the count of steps is the fused kernel's own."""
         return Damping(eps=self._eps, correction=1 - self._beta2 ** self._steps[0])
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that the state has taken in; waits for the device."""
+        return int(torch.stack(self._steps).min())
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them; see `AdapterOptimizer`."""

@@ -21,7 +21,7 @@ from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.rollback import go_back
 from kubelora_trainer.run_context import Run
 from kubelora_trainer.schedule import steps_that_moved
-from kubelora_trainer.startup_contract import check_dtypes, check_fresh_adapter
+from kubelora_trainer.startup_contract import check_dtypes, check_fresh_adapter, check_resumed
 from kubelora_trainer.together import resume_together
 
 
@@ -46,6 +46,8 @@ def begin(
         no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
         return RunPosition(window_loss=no_loss), None
     position, saved = resumed
+    held = check_resumed(learner.optimizer, position.step, learner.skipped_steps)
+    run.say(f"contract: {held}")
     run.stop.saved(position.step)
     run.say(f"resuming from {saved.path} at step {position.step}")
     folder.record = folder.record.model_copy(update={"rollback": position.rollback})
@@ -97,6 +99,7 @@ class Session:
             last_healthy_step(finding),
             run.warn,
         )
+        check_resumed(learner.optimizer, earlier.step, learner.skipped_steps)
         moved = steps_that_moved(run.job.spec.training, earlier.step, learner.skipped_steps)
         self.reporter.rewind(earlier, moved)
         self.checkpoint(earlier)

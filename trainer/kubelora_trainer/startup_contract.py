@@ -46,6 +46,24 @@ def check_fresh_adapter(buffers: AdapterBuffers) -> None:
             )
 
 
+def check_resumed(optimizer: AdapterOptimizer, step: int, skipped: int) -> str:
+    """The optimizer must know of every step that the checkpoint's manifest counts.
+
+    step: of the manifest. skipped: steps among them that the loss scaler left out. Returns the line
+    to print. An optimizer that begins anew is refused before it moves anything: its first steps are
+    several times too large, and no later measurement undoes them.
+    """
+    done, wanted = optimizer.steps_done, step - skipped
+    if done != wanted:
+        raise NumericalError(
+            f"the checkpoint is of step {step}, and the optimizer's state should have taken in "
+            f"{wanted} gradients, but has {done}: it was not saved with the checkpoint, or not "
+            "restored from it. Resume from a checkpoint that has it, or choose another "
+            "spec.output.uri to start anew"
+        )
+    return f"optimizer state of {done} steps, as the checkpoint's manifest says"
+
+
 class ReachedModules:
     """Notes which factors a backward pass reaches, during the first micro-step alone."""
 
