@@ -72,14 +72,17 @@ LOSSY: Document = {
 }
 
 
-def resumed_with(broken_load: Callable[[], AbstractContextManager[None]]) -> Observe:
+def resumed_with(
+    injection: Injection = sound,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Observe:
     """Eight steps and a checkpoint; then a start whose optimizer is not what was saved."""
 
     def observe(scene: Scene, seed: int, output: Path) -> Observation:
         configuration = Configuration({"checkpoint": {"everySteps": 8}})
         observe_run(scene, configuration, seed, output, broken.ends_before(9))
-        with broken_load():
-            return continue_run(scene, configuration, seed, output)
+        with around():
+            return continue_run(scene, configuration, seed, output, injection)
 
     return observe
 
@@ -277,14 +280,14 @@ FAULTS: tuple[Fault, ...] = (
         "resume without the optimizer's state",
         CONTRACT,
         9,
-        resumed_with(broken.optimizer_not_loaded),
+        resumed_with(around=broken.optimizer_not_loaded),
     ),
     Fault(  # known by the jump in the size of updates
         22,
-        "resume with the optimizer's count, without its moments",
+        "optimizer made anew after the resume",
         "OptimizerStateLost",
         11,
-        resumed_with(broken.moments_not_loaded),
+        resumed_with(broken.optimizer_made_anew),
     ),
     Fault(
         23,

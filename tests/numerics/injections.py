@@ -14,7 +14,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kubelora_api.schema import JsonObject
 from kubelora_trainer import latents
 from kubelora_trainer import schedule as rates
 from kubelora_trainer import train as loop
@@ -253,18 +252,11 @@ def optimizer_not_loaded() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def moments_not_loaded() -> Iterator[None]:
-    """A resume that restores the optimizer's count of steps and none of its moments."""
-    real = FlatAdamW.load
-
-    def load(optimizer: FlatAdamW, tensors: dict[str, Tensor], scalars: JsonObject) -> None:
-        real(optimizer, tensors, scalars)
-        optimizer.first_moment.zero_()
-        optimizer.second_moment.zero_()
-
-    with patch.object(FlatAdamW, "load", load):
-        yield
+def optimizer_made_anew(parts: Parts) -> Parts:
+    """What the resume has restored and checked is given up: an optimizer made once more."""
+    anew = {name: torch.zeros_like(state) for name, state in parts.optimizer.tensors().items()}
+    parts.optimizer.load(anew, {})
+    return parts
 
 
 @contextmanager
