@@ -173,6 +173,11 @@ HEALTH_FINDING: Final = Metric(
     "1 while the in-pod watchdog reports the finding, 0 once it cleared.",
     ("finding", "severity"),
 )
+TRACKERS_FAILED: Final = Metric(
+    "kubelora_trackers_failed",
+    "gauge",
+    "Experiment trackers of spec.tracking that failed in this attempt and are left out since.",
+)
 
 TRAINER_METRICS: Final = (
     GRAD_NORM,
@@ -206,6 +211,7 @@ TRAINER_METRICS: Final = (
     CHECKPOINT_TIME,
     NUMERICS_INFO,
     HEALTH_FINDING,
+    TRACKERS_FAILED,
 )
 
 OPERATOR_RECONCILES: Final = Metric(

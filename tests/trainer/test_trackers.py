@@ -5,18 +5,26 @@ A tracker that fails is told once and ends nothing.
 
 import json
 import os
+import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from PIL import Image
+from prometheus_client import CollectorRegistry
 
+from kubelora_api.documents import parse_job
 from kubelora_trainer.demo import DemoPaths
+from kubelora_trainer.output import OutputFolder, claim_output
 from kubelora_trainer.step_numbers import CategoryLoss, StepNumbers
-from kubelora_trainer.trackers import Tracking
+from kubelora_trainer.trackers import Tracking, open_tracking
+from tests.trainer.test_checkpoint import file_size_limit
+from tests.trainer.test_cli import JOB
 from tests.trainer.test_interruption import arguments, in_this_process
 
 ALL = "{trackers: [tensorboard, wandb, mlflow], project: studio}"
@@ -120,10 +128,12 @@ def test_mlflow_reads_every_step_and_the_samples(
     assert sample.path == "samples/step-000003-0.png"
 
 
-def test_a_tracker_that_can_not_begin_is_told_once_and_the_run_is_done(
+def test_a_tracker_that_can_not_begin_is_told_once_and_counted_and_the_run_is_done(
     demo: DemoPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLflow at an address where nobody listens."""
+    registry = CollectorRegistry()
+    monkeypatch.setattr("kubelora_trainer.run.CollectorRegistry", lambda: registry)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     given = arguments(tmp_path, demo)
@@ -133,6 +143,129 @@ def test_a_tracker_that_can_not_begin_is_told_once_and_the_run_is_done(
     assert done.exit_code == 0, done.output
     assert done.output.count("tracking: mlflow failed and is left out from here on") == 1
     assert list((tmp_path / "out" / "tensorboard").rglob("events.*"))
+    assert registry.get_sample_value("kubelora_trackers_failed") == 1
+
+
+Losses = dict[int, float]
+
+
+@pytest.fixture
+def tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, and an environment in which all trackers write there."""
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    return tmp_path / "out"
+
+
+def attempt(output: Path, resumed: int, steps: Sequence[int], shift: float) -> None:
+    """One attempt's trackers: of each step its number plus ``shift`` is the loss."""
+    document = yaml.safe_load(JOB.replace("1e-3", "0.001"))
+    document["spec"]["tracking"] = {"trackers": ["tensorboard", "wandb", "mlflow"]}
+    folder = claim_output(output, parse_job(document), None, pytest.fail)
+    assert isinstance(folder, OutputFolder)
+    tracking = open_tracking(folder, resumed, pytest.fail)
+    for step in steps:
+        tracking.log(StepNumbers(step, 1e-4, step + shift, 1, 2.0, {}, [], []))
+    tracking.finish()
+
+
+def in_tensorboard(output: Path) -> Losses:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(output / "tensorboard" / "kubelora"))
+    events.Reload()
+    scalars = events.Scalars("loss")
+    assert len({scalar.step for scalar in scalars}) == len(scalars)
+    return {scalar.step: scalar.value for scalar in scalars}
+
+
+def in_mlflow(place: Path) -> list[Losses]:
+    """The losses of each run."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(place.as_uri())
+    experiment = client.get_experiment_by_name("kubelora")
+    assert experiment is not None
+    found = []
+    for run in client.search_runs([experiment.experiment_id], order_by=["start_time"]):
+        history = client.get_metric_history(run.info.run_id, "loss")
+        assert len({metric.step for metric in history}) == len(history)
+        found.append({metric.step: metric.value for metric in history})
+    return found
+
+
+def in_wandb(output: Path) -> list[tuple[str, Losses]]:
+    """Id and losses of each part, in the order in which `wandb sync` sends them."""
+    protocol: Any = import_module("wandb.proto.wandb_internal_pb2")
+    parts = []
+    for file in sorted(output.glob("wandb/offline-run-*/*.wandb"), key=lambda f: f.stat().st_mtime):
+        name, losses = "", {}
+        for content in _records(file.read_bytes()):
+            record = protocol.Record()
+            record.ParseFromString(content)
+            name = record.run.run_id or name
+            values = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
+            if "loss" in values:
+                losses[int(json.loads(values["_step"]))] = json.loads(values["loss"])
+        parts.append((name, losses))
+    return parts
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_and_has_every_step_once(tracked: Path) -> None:
+    """Killed after step 7, the newest checkpoint is of step 5."""
+    attempt(tracked, 0, range(1, 8), 0.0)
+    attempt(tracked, 5, range(6, 11), 0.5)
+    again = {step: step + 0.5 for step in range(6, 11)}
+    assert in_tensorboard(tracked) == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, **again}
+    kept = {6: 6, 7: 7, 8: 8.5, 9: 9.5, 10: 10.5}
+    assert in_mlflow(tracked / "mlflow") == [{1: 1, 2: 2, 3: 3, 4: 4, 5: 5, **kept}]
+    (first, before), (second, after) = in_wandb(tracked)
+    assert first == second
+    assert (before, after) == ({step: step for step in range(1, 8)}, again)
+
+
+def test_after_a_rollback_no_step_stands_twice(tracked: Path) -> None:
+    attempt(tracked, 0, [1, 2, 3, 4, 3, 4, 5], 0.0)
+    every = {step: step for step in range(1, 6)}
+    assert in_tensorboard(tracked) == every
+    assert in_mlflow(tracked / "mlflow") == [every]
+    assert [losses for _, losses in in_wandb(tracked)] == [every]
+
+
+def test_the_same_job_trained_anew_is_another_run(
+    tracked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its output was cleared away; the trackers, elsewhere, still hold the first."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "elsewhere").as_uri())
+    attempt(tracked, 0, [1, 2], 0.0)
+    [(first, _)] = in_wandb(tracked)
+    shutil.rmtree(tracked)
+    attempt(tracked, 0, [1, 2], 0.5)
+    [(second, _)] = in_wandb(tracked)
+    assert first != second
+    assert in_mlflow(tmp_path / "elsewhere") == [{1: 1, 2: 2}, {1: 1.5, 2: 2.5}]
+
+
+def test_a_full_disk_leaves_tensorboard_out_and_ends_nothing(tracked: Path) -> None:
+    """The system refuses to let a file grow, as a full disk does."""
+    document = yaml.safe_load(JOB.replace("1e-3", "0.001"))
+    document["spec"]["tracking"] = {"trackers": ["tensorboard"]}
+    folder = claim_output(tracked, parse_job(document), None, pytest.fail)
+    assert isinstance(folder, OutputFolder)
+    said: list[str] = []
+    tracking = open_tracking(folder, 0, said.append)
+    image = tracked / "noise.png"
+    Image.effect_noise((256, 256), 100).save(image)
+    with file_size_limit(300_000):
+        for step in range(1, 41):
+            tracking.log(StepNumbers(step, 1e-4, 1.0, 1, 2.0, {}, [], []))
+            tracking.log_samples([image], step)
+        tracking.finish()
+    [sentence] = said
+    assert sentence.startswith("tracking: tensorboard failed and is left out from here on")
+    assert "File too large" in sentence
 
 
 class Broken:

@@ -104,6 +104,10 @@ class TrainerMetrics:
         self._set(metrics.CHECKPOINT_STEP, step)
         self._set(metrics.CHECKPOINT_TIME, unix_time)
 
+    def tracker_failed(self) -> None:
+        """Count one experiment tracker that is left out from here on."""
+        self._gauges[metrics.TRACKERS_FAILED.name].inc()
+
     def _set(self, metric: Metric, value: float, **labels: str) -> None:
         series = (metric.name, *labels.values())
         if series not in self._series:

@@ -5,6 +5,7 @@ every way to end leaves a manifest, a report and a sentence.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def _train_and_export(
     )
     run_log = RunLog(folder, buffers.slots, position.step) if run.first else NoLog()
     if run.first:
-        run.tracking = open_tracking(folder, position.step, run.warn)
+        run.tracking = open_tracking(folder, position.step, _told_and_counted(run, metrics))
     with open_progress(run.console, plan.optimizer_steps, position.step) as progress:
         moved = steps_that_moved(spec.training, position.step, learner.skipped_steps)
         reporter = Reporter(
@@ -178,6 +179,16 @@ def _train_and_export(
         run.gang.told_by_first(None)
     push_adapter(run, folder, artifacts)
     return f"{position.step} steps done; numerical health: {reporter.watch.verdict}", artifacts
+
+
+def _told_and_counted(run: Run, metrics: TrainerMetrics) -> Callable[[str], None]:
+    """What a tracker that fails leads to."""
+
+    def left_out(sentence: str) -> None:
+        run.warn(sentence)
+        metrics.tracker_failed()
+
+    return left_out
 
 
 def _parts(session: Session) -> Parts:

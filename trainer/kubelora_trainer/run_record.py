@@ -33,7 +33,7 @@ class RunRecord(BaseModel):
     """total_steps: optimizer steps planned. dataset_sha256: of all images, captions and their use.
 
     baseline: what ``health.baseline`` names. rollback: that the run went back once. pushed: where
-    its artifacts have been copied to.
+    its artifacts have been copied to. tracking_id: its name in experiment trackers.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -43,3 +43,4 @@ class RunRecord(BaseModel):
     baseline: BaselineRecord | None = None
     rollback: Rollback | None = None
     pushed: str = ""
+    tracking_id: str = ""

@@ -5,6 +5,7 @@ full disk) is told once, that tracker is left out from then on, and the run goes
 """
 
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,19 +40,32 @@ class Tracker(Protocol):
 
 @dataclass
 class TensorBoard:
-    """Event files in the output folder."""
+    """Event files in the output folder.
 
+    A new writer tells its readers to drop the steps from ``purge_step`` on that an earlier one
+    wrote: those that come again after an interruption or a rollback.
+    """
+
+    open_writer: Callable[[int], Any]
+    reached: int
     tracker: Any
 
     @classmethod
     def open(cls, folder: OutputFolder, project: str, step: int) -> "TensorBoard":
         """Steps after ``step`` that an earlier attempt wrote are dropped."""
         place = folder.place(OutputPath.TENSORBOARD)
-        tracker = TensorBoardTracker(project, place, purge_step=step + 1)
-        return cls(_started(tracker))
+
+        def open_writer(done: int) -> Any:
+            return _started(TensorBoardTracker(project, place, purge_step=done + 1))
+
+        return cls(open_writer, step, open_writer(step))
 
     def log(self, values: dict[str, float], step: int) -> None:
         """See `Tracker`."""
+        if step <= self.reached:
+            self.tracker.finish()
+            self.tracker = self.open_writer(step - 1)
+        self.reached = step
         self.tracker.log(values, step=step)
 
     def log_images(self, paths: Sequence[Path], step: int) -> None:
@@ -67,31 +81,40 @@ class TensorBoard:
 
 @dataclass
 class WandB:
-    """A run of Weights & Biases; WANDB_MODE=offline keeps it in the output folder alone."""
+    """A run of Weights & Biases; WANDB_MODE=offline keeps it in the output folder alone.
+
+    reached: the newest step that it holds; its steps can't be taken back, so one that comes again
+    is left as it is.
+    """
 
     tracker: Any
+    reached: int
 
     @classmethod
     def open(cls, folder: OutputFolder, project: str, step: int) -> "WandB":
-        """Goes on with the run of the same run id."""
+        """Goes on with the run of the same id. Offline, `wandb sync` puts the parts together."""
         tracker = WandBTracker(
             project,
             name=folder.job.metadata.name,
-            id=folder.run_id,
+            id=_identity(folder, step),
             resume="allow",
             dir=str(folder.path),
             config=folder.job.document(),
         )
-        return cls(_started(tracker))
+        _started(tracker)
+        return cls(tracker, max(step, tracker.tracker.step - 1))
 
     def log(self, values: dict[str, float], step: int) -> None:
         """See `Tracker`."""
-        self.tracker.log(values, step=step)
+        if step > self.reached:
+            self.reached = step
+            self.tracker.log(values, step=step)
 
     def log_images(self, paths: Sequence[Path], step: int) -> None:
         """See `Tracker`."""
-        for number, path in enumerate(paths):
-            self.tracker.log_images({f"samples/{number}": [_opened(path)]}, step=step)
+        if step >= self.reached:
+            for number, path in enumerate(paths):
+                self.tracker.log_images({f"samples/{number}": [_opened(path)]}, step=step)
 
     def finish(self) -> None:
         """See `Tracker`."""
@@ -100,13 +123,20 @@ class WandB:
 
 @dataclass
 class MLflow:
-    """A run of MLflow, at MLFLOW_TRACKING_URI or in the output folder."""
+    """A run of MLflow, at MLFLOW_TRACKING_URI or in the output folder.
+
+    reached: the newest step that it holds; a step that comes again is left as it is.
+    """
 
     tracker: Any
+    reached: int
 
     @classmethod
     def open(cls, folder: OutputFolder, project: str, step: int) -> "MLflow":
-        """Goes on with the run of the same run id."""
+        """Goes on with the run of the same id."""
+        # MLflow's own patience, minutes of retries, would be spent inside a training step.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         import mlflow
 
         place = os.environ.get("MLFLOW_TRACKING_URI")
@@ -115,22 +145,27 @@ class MLflow:
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
             place = folder.place(OutputPath.MLFLOW).as_uri()
         mlflow.set_tracking_uri(place)
+        identity = _identity(folder, step)
         earlier = mlflow.search_runs(
             search_all_experiments=True,
-            filter_string=f"tags.`{MLFLOW_RUN_TAG}` = '{folder.run_id}'",
+            filter_string=f"tags.`{MLFLOW_RUN_TAG}` = '{identity}'",
             output_format="list",
         )
+        run_id = earlier[0].info.run_id if earlier else None
         tracker = MLflowTracker(
             project,
             run_name=folder.job.metadata.name,
-            run_id=earlier[0].info.run_id if earlier else None,
-            tags={MLFLOW_RUN_TAG: folder.run_id},
+            run_id=run_id,
+            tags={MLFLOW_RUN_TAG: identity},
         )
-        return cls(_started(tracker))
+        held = mlflow.MlflowClient().get_metric_history(run_id, "loss") if run_id else []
+        return cls(_started(tracker), max([step, *(metric.step for metric in held)]))
 
     def log(self, values: dict[str, float], step: int) -> None:
         """See `Tracker`."""
-        self.tracker.log(values, step=step)
+        if step > self.reached:
+            self.tracker.log(values, step=step)
+            self.reached = step
 
     def log_images(self, paths: Sequence[Path], step: int) -> None:
         """See `Tracker`."""
@@ -200,6 +235,20 @@ def open_tracking(folder: OutputFolder, step: int, warn: Callable[[str], None]) 
         except Exception as error:
             warn(_sentence(name, error))
     return Tracking(opened, warn)
+
+
+def _identity(folder: OutputFolder, step: int) -> str:
+    """The run's name in W&B and MLflow: the same over attempts, another after a new beginning.
+
+    The run id alone does not tell a run from the same job, trained anew after its output was
+    cleared away: its steps would be appended to the old run's, or dropped there.
+    """
+    if not folder.record.tracking_id:
+        # A run that goes on without one was begun by a version that named it by its run id.
+        fresh = folder.run_id if step else f"{folder.run_id}-{secrets.token_hex(4)}"
+        folder.record = folder.record.model_copy(update={"tracking_id": fresh})
+        folder.write_manifest("Running")
+    return folder.record.tracking_id
 
 
 def _started(tracker: Any) -> Any:
