@@ -165,9 +165,13 @@ def test_replacing_does_not_clear_ones_own_checkpoints(tmp_path: Path) -> None:
 
 
 def test_output_without_a_manifest_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "adapter").mkdir()
-    with pytest.raises(ConfigurationError, match="an unknown run's output"):
-        claim(tmp_path, job())
+    """Also where replacing is allowed: they may be the user's own."""
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "mine.png").write_text("mine")
+    for replace in (False, True):
+        with pytest.raises(ConfigurationError, match=r"holds samples, but no manifest\.json that"):
+            claim(tmp_path, changed(job(), "output", replace_existing=replace))
+    assert (tmp_path / "samples" / "mine.png").read_text() == "mine"
 
 
 def test_a_foreign_manifest_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 from kubelora_api.names import OutputPath
 from kubelora_api.status import Finding
 from kubelora_api.thresholds import BASELINE_DEPARTURE
-from kubelora_trainer.dataset import Dataset
 from kubelora_trainer.envelope import Departure, Envelope, bins_of, envelope_of, pass_through
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.health import WatchState, with_finding
@@ -28,7 +27,7 @@ from kubelora_trainer.output import (
 )
 from kubelora_trainer.places import resolve_input
 from kubelora_trainer.run_context import Run
-from kubelora_trainer.run_record import BaselineRecord, Difference
+from kubelora_trainer.run_record import BaselineRecord, Difference, RunRecord
 from kubelora_trainer.run_settings import ABSENT, leaves_that_differ
 from kubelora_trainer.step_numbers import StepNumbers
 
@@ -93,12 +92,12 @@ class Baseline:
 
 
 def hold_against(
-    run: Run, folder: OutputFolder, dataset: Dataset, total_steps: int
+    run: Run, folder: OutputFolder, made_of: RunRecord, total_steps: int
 ) -> Baseline | None:
     """Note what the run is made of, and open its baseline, if it has one, on the first rank."""
     if not run.first:
         return None
-    uri, baseline, digest = run.job.spec.health.baseline, None, dataset.digest()
+    uri, baseline, digest = run.job.spec.health.baseline, None, made_of.dataset_sha256 or ""
     if uri:
         place = resolve_input(uri, run.options.mounts, content="run")
         document = run.job.document()
@@ -108,7 +107,9 @@ def hold_against(
     folder.record = folder.record.model_copy(
         update={
             "total_steps": total_steps,
-            "dataset_sha256": digest,
+            "dataset_sha256": made_of.dataset_sha256,
+            "dataset_images": made_of.dataset_images,
+            "model_sha256": made_of.model_sha256,
             "baseline": baseline.record if baseline else None,
         }
     )

@@ -18,6 +18,7 @@ from kubelora_api.claims import claims_of
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.nearest import did_you_mean
 from kubelora_trainer.errors import ConfigurationError, RunEnded
+from kubelora_trainer.home_paths import expanded
 from kubelora_trainer.stop_request import StopRequest
 
 EPILOG = """\b
@@ -210,7 +211,7 @@ def parse_mounts(mounts: tuple[str, ...]) -> dict[str, Path]:
             raise ConfigurationError(
                 f"--mount {mount}: expected CLAIM=DIR, such as photos=./photos"
             )
-        folders[claim] = Path(folder).expanduser()
+        folders[claim] = expanded(folder)
     return folders
 
 

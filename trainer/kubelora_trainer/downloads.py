@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from kubelora_api.names import OutputPath
 from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.home_paths import expanded
 
 Content = Literal["model", "configuration", "vae", "dataset", "adapter", "run"]
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
@@ -20,7 +21,7 @@ PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
 def cache_directory() -> Path:
     """``kubelora`` in the user's cache directory (XDG_CACHE_HOME)."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "kubelora"
+    return expanded(base) / "kubelora"
 
 
 def wanted_files(content: Content, variant: str | None) -> list[str] | None:

@@ -177,18 +177,26 @@ def fingerprint(folder: Path, variant: str | None, vae: Path, vae_variant: str |
 
     Headers hold every tensor's name, dtype and shape. Of the weights, 64 evenly spaced pieces of
     4 KiB a file are read: fine-tunes of one model, equal in all else, differ nearly everywhere.
+    What configurations say of where, and by which version, they were written does not count.
     """
     digest = hashlib.sha256()
     parts = [(folder / part, variant) for part in PARTS if part != "vae"] + [(vae, vae_variant)]
     configs = [folder / "model_index.json", folder / "scheduler" / "scheduler_config.json"]
     for config in configs:
-        digest.update(config.name.encode() + config.read_bytes())
+        digest.update(config.name.encode() + _what_decides(config))
     for part, part_variant in parts:
-        digest.update((part / "config.json").read_bytes())
+        digest.update(_what_decides(part / "config.json"))
         for file in weight_files(part, part_variant):
             for chunk in header_and_samples(file):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+def _what_decides(config: Path) -> bytes:
+    document = read_json(config)
+    for key in ("_name_or_path", "_diffusers_version", "transformers_version"):
+        document.pop(key, None)
+    return json.dumps(document, sort_keys=True).encode()
 
 
 def header_and_samples(file: Path) -> Iterator[bytes]:

@@ -185,15 +185,15 @@ def _make_room(
     warn: Callable[[str], None],
 ) -> None:
     """Refuse what another run left, or clear it away when told to; other files are not ours."""
-    ours = {Path(p).parts[0] for p in OutputPath} | {
-        RUN_LOG_PARTS,
-        GROUP_LOG_PARTS,
-        CATEGORY_LOG_PARTS,
-    }
-    present = sorted(name for name in ours if (path / name).exists())
+    present = sorted(name for name in own_names() if (path / name).exists())
     if not present:
         return
-    whose = f"run {found.run_id}'s" if found else "an unknown run's"
+    if found is None:
+        raise ConfigurationError(
+            f"{path}: holds {', '.join(present)}, but no {OutputPath.MANIFEST} that says whose "
+            "they are. Move them away, or choose another spec.output.uri"
+        )
+    whose = f"run {found.run_id}'s"
     if not replace:
         settings = (
             f" It was made with other settings: {told(changed)}. To go on with it, put them back "
@@ -206,6 +206,7 @@ def _make_room(
             "spec.output.uri, or set spec.output.replaceExisting: true to clear it away"
         )
     warn(f"{path}: clearing away {whose} output ({', '.join(present)}), as replaceExisting says")
+    present.sort(key=OutputPath.MANIFEST.__eq__)  # last, for it says whose the others are
     with writing_to(path):
         for name in present:
             target = path / name
@@ -216,6 +217,12 @@ RUN_LOG_PARTS = "metrics.parts"
 GROUP_LOG_PARTS = "groups.parts"
 CATEGORY_LOG_PARTS = "categories.parts"
 """Folders of the run log's parts while the run goes on."""
+
+
+def own_names() -> frozenset[str]:
+    """Names that a run uses on top of its output folder."""
+    logs = {RUN_LOG_PARTS, GROUP_LOG_PARTS, CATEGORY_LOG_PARTS}
+    return frozenset({Path(p).parts[0] for p in OutputPath} | logs)
 
 
 def read_manifest(path: Path) -> Manifest | None:

@@ -17,6 +17,7 @@ from kubelora_trainer.downloads import (
     wanted_files,
 )
 from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.home_paths import expanded
 from kubelora_trainer.nearby import nearby
 
 
@@ -41,12 +42,24 @@ def resolve_input(
     place = _parse(uri)
     if place.scheme == "hf":
         return download_hub(place.root, place.revision, content, variant)
-    if place.scheme == "s3":
-        wanted = wanted_files(content, None) if content == "run" else None
-        return download_bucket(uri, cache or cache_directory(), wanted)
+    local = local_path(uri, mounts, claims=claims)
+    if local is not None:
+        return _existing(uri, local)
+    wanted = wanted_files(content, None) if content == "run" else None
+    return download_bucket(uri, cache or cache_directory(), wanted)
+
+
+def local_path(
+    uri: str, mounts: Mapping[str, Path], *, claims: Path = Path(names.CLAIMS_DIRECTORY)
+) -> Path | None:
+    """The path on this machine, there or not, of a claim's or a local URI; None for remote ones.
+
+    Raises ConfigurationError for a claim that is not here.
+    """
+    place = _parse(uri)
     if place.scheme == "pvc":
-        return _existing(uri, _in_claim(place, uri, mounts, claims))
-    return _existing(uri, Path(place.path).expanduser())
+        return _in_claim(place, uri, mounts, claims)
+    return expanded(place.path) if place.scheme == "file" else None
 
 
 def resolve_output(
@@ -56,12 +69,8 @@ def resolve_output(
 
     Raises ConfigurationError when it is not a claim or a local path, or can't be written.
     """
-    place = _parse(uri)
-    if place.scheme == "pvc":
-        folder = _in_claim(place, uri, mounts, claims)
-    elif place.scheme == "file":
-        folder = Path(place.path).expanduser()
-    else:
+    folder = local_path(uri, mounts, claims=claims)
+    if folder is None:
         raise ConfigurationError(f"{uri} can't take output: use pvc://claim/path or a local path.")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from kubelora_trainer.ending import conclude
 from kubelora_trainer.errors import HeldByPolicy, Interrupted, PeerLost, RunEnded
 from kubelora_trainer.exporter import Board, Exporter, TrainerMetrics
 from kubelora_trainer.judging import facts_of
+from kubelora_trainer.kept_apart import assert_apart
 from kubelora_trainer.learner import open_learner
 from kubelora_trainer.material import Material, open_material
 from kubelora_trainer.order import plan_of
@@ -33,6 +34,8 @@ from kubelora_trainer.publishing import draw, export_adapter, push_adapter
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.run_context import Run, RunOptions
 from kubelora_trainer.run_log import NoLog, RunLog
+from kubelora_trainer.run_record import RunRecord
+from kubelora_trainer.same_inputs import assert_same_inputs
 from kubelora_trainer.schedule import steps_that_moved
 from kubelora_trainer.serving import first_report, serve
 from kubelora_trainer.session import Session, begin
@@ -66,6 +69,7 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
 def _run(run: Run) -> tuple[str, list[Artifact]]:
     """Everything from the output folder to the exported adapter; returns the last sentence."""
     place = resolve_output(run.job.spec.output.uri, run.options.mounts)
+    assert_apart(run.job.spec, run.options.mounts, place)
     claimed = claim_together(run, place)
     if isinstance(claimed, Manifest):
         return _already_done(run, place, claimed)
@@ -122,7 +126,10 @@ def _train_and_export(
     plan = plan_of(spec.training, material.objective.order)
     position, resumed_from = begin(run, folder, learner)
     compare(run.gang, material, buffers, position)
-    baseline = hold_against(run, folder, material.dataset, plan.optimizer_steps)
+    made_of = _made_of(material)
+    if resumed_from is not None:
+        assert_same_inputs(folder.record, made_of, spec.dataset.uri, spec.model.uri)
+    baseline = hold_against(run, folder, made_of, plan.optimizer_steps)
     metrics.plan_steps(position.step, plan.optimizer_steps)
     exporter.report = exporter.report.model_copy(
         update={"phase": "Training", "step": position.step, "total_steps": plan.optimizer_steps}
@@ -189,6 +196,15 @@ def _told_and_counted(run: Run, metrics: TrainerMetrics) -> Callable[[str], None
         metrics.tracker_failed()
 
     return left_out
+
+
+def _made_of(material: Material) -> RunRecord:
+    """The inputs, as a run that goes on must find them again."""
+    return RunRecord(
+        dataset_sha256=material.dataset.digest(),
+        dataset_images=len(material.dataset),
+        model_sha256=material.base.fingerprint,
+    )
 
 
 def _parts(session: Session) -> Parts:

@@ -32,14 +32,17 @@ class BaselineRecord(BaseModel):
 class RunRecord(BaseModel):
     """total_steps: optimizer steps planned. dataset_sha256: of all images, captions and their use.
 
-    baseline: what ``health.baseline`` names. rollback: that the run went back once. pushed: where
-    its artifacts have been copied to. tracking_id: its name in experiment trackers.
+    dataset_images: how many are used. model_sha256: the base model's fingerprint. baseline: what
+    ``health.baseline`` names. rollback: that the run went back once. pushed: where its artifacts
+    have been copied to. tracking_id: its name in experiment trackers.
     """
 
     model_config = ConfigDict(frozen=True)
 
     total_steps: int | None = None
     dataset_sha256: str | None = None
+    dataset_images: int | None = None
+    model_sha256: str | None = None
     baseline: BaselineRecord | None = None
     rollback: Rollback | None = None
     pushed: str = ""
