@@ -312,14 +312,6 @@ class JobSpec(ApiModel):
             check=lambda s: s.training.gradient_accumulation >= _ranks(s),
             at="training",
         ),
-        Rule(
-            cel="self.health.policy != 'Rollback' || "
-            "(self.workers.nodes == 1 && self.workers.gpusPerNode <= 1)",
-            message="health.policy Rollback needs a job of one GPU: several can't go back together "
-            "yet; use Suspend or Fail",
-            check=lambda s: s.health.policy != "Rollback" or _ranks(s) == 1,
-            at="health",
-        ),
     )
 
 

@@ -310,12 +310,6 @@ WRONG: tuple[Wrong, ...] = (
         "spec.training",
     ),
     Wrong(
-        "a rollback of two nodes",
-        "spec",
-        base()["spec"] | {"workers": {"nodes": 2}, "health": {"policy": "Rollback"}},
-        "spec.health",
-    ),
-    Wrong(
         "hostPath",
         "spec/podTemplate",
         {"volumes": [{"name": "disk", "hostPath": {"path": "/"}}]},
@@ -522,6 +516,9 @@ RIGHT: dict[str, Document] = {
         "spec/health", {"policy": "Suspend", "baseline": "pvc://adapters/bottles-may"}
     ),
     "back once": changed("spec/health", {"policy": "Rollback"}),
+    "back once, with two nodes": changed(
+        "spec/workers", {"nodes": 2}, changed("spec/health", {"policy": "Rollback"})
+    ),
     "gradients dumped by default": changed("spec/health", {"dumpGradients": {}}),
     "gradients dumped on a condition": changed(
         "spec/health",

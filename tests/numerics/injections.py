@@ -24,6 +24,7 @@ from kubelora_trainer.gang import Exchanged
 from kubelora_trainer.images import TrainingImage
 from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.order import SampleDraw, SampleOrder
+from kubelora_trainer.rank_notes import Asked
 from kubelora_trainer.train import MicroBatch, Parts
 from tests.numerics.bench import Injection, Trained
 
@@ -212,10 +213,10 @@ class _Deaf:
         self._parts, self._real, self._step = parts, parts.gang, step
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, stop: bool, sums: Sequence[Tensor]
+        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
     ) -> Exchanged:
         own = buffers.gradient.clone()
-        exchanged = self._real.exchange(buffers, position, stop, sums)
+        exchanged = self._real.exchange(buffers, position, asked, sums)
         if position.step + 1 == self._step:
             buffers.gradient.copy_(own)
         return exchanged

@@ -21,8 +21,9 @@ from kubelora_trainer.checkpoint import RunPosition, resume, resume_from, save_c
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
-from kubelora_trainer.gang import ALONE, Gang
+from kubelora_trainer.gang import ALONE, Gang, led
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
+from kubelora_trainer.health_policy import Rollback
 from kubelora_trainer.judging import facts_of
 from kubelora_trainer.learning_rates import rate_scales
 from kubelora_trainer.loss_scaler import LossScaler
@@ -33,7 +34,7 @@ from kubelora_trainer.output import OutputFolder, claim_output
 from kubelora_trainer.precision import PrecisionPlan
 from kubelora_trainer.progress import LineView
 from kubelora_trainer.reporting import Reporter
-from kubelora_trainer.rollback import go_back
+from kubelora_trainer.rollback import go_back, gone_back
 from kubelora_trainer.run_log import RunLog
 from kubelora_trainer.run_record import RunRecord
 from kubelora_trainer.schedule import steps_that_moved
@@ -169,7 +170,7 @@ class Engine:
         self.run_log = RunLog(logged, self.buffers.slots, self.position.step)
         self.reporter = Reporter(
             slots=self.buffers.slots,
-            policy=self.policy,
+            policy=self.policy if self.first else Health(),
             facts=facts_of(spec, self.buffers, steps),
             baseline=self.baseline,
             metrics=TrainerMetrics(self.registry, precision),
@@ -224,15 +225,19 @@ class Engine:
         self.reporter.checkpointed(saved, self.folder)
 
     def roll_back(self, reached: RunPosition, finding: Finding) -> RunPosition:
-        earlier = go_back(
-            self.folder,
-            self.buffers,
-            self.saved_parts,
-            reached,
-            finding,
-            last_healthy_step(finding),
-            self.warnings.append,
-        )
+        gang, buffers, parts = self.parts.gang, self.buffers, self.saved_parts
+        earlier: RunPosition | None = None
+
+        def on_first() -> tuple[SavedCheckpoint, Rollback]:
+            nonlocal earlier
+            healthy, warn = last_healthy_step(finding), self.warnings.append
+            back = go_back(self.folder, buffers, parts, reached, finding, healthy, warn)
+            earlier = back.position
+            return back.saved, back.rollback
+
+        saved, rollback = led(gang, on_first)
+        earlier = earlier or gone_back(resume_from(saved, self.folder, buffers, parts), rollback)
+        gang.gathered(None)
         self.reporter.rewind(earlier, earlier.step)
         self.checkpoint(earlier)
         return earlier

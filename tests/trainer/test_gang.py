@@ -2,37 +2,28 @@
 
 import json
 import math
-import os
-import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kubelora_api.names import ExitCode
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition
-from kubelora_trainer.errors import Interrupted
-from kubelora_trainer.gang import Exchanged, Gang, ProcessGang, checksum
-from kubelora_trainer.launch import deciding, exit_code_of, launch, sentence_of
+from kubelora_trainer.gang import Exchanged, Gang, ProcessGang
+from kubelora_trainer.launch import deciding, exit_code_of, launch
 from kubelora_trainer.order import Plan, SampleOrder, Share
 from kubelora_trainer.precision import PrecisionPlan
-from kubelora_trainer.run_log import RunLog
+from kubelora_trainer.rank_notes import Asked, checksum
 from kubelora_trainer.seats import Layout
-from kubelora_trainer.step_numbers import StepNumbers
-from kubelora_trainer.stop_request import StopRequest
-from tests.trainer.engine import Engine, Loss, objective_of
-from tests.trainer.gangs import InGang, in_rank, run_gang
-
-FP32 = PrecisionPlan(torch.float32, torch.float32, torch.float32)
-BF16 = PrecisionPlan(torch.bfloat16, torch.float32, torch.float32)
+from tests.trainer.engine import Engine
+from tests.trainer.gang_runs import BF16, FP32, train_engine
+from tests.trainer.gangs import DEADLINE_SECONDS, Carried, ended_by, in_rank, run_gang
 
 
 def seen_by(size: int, steps: range, accumulation: int) -> list[list[int]]:
@@ -69,77 +60,6 @@ def test_a_micro_batch_stays_whole_whatever_the_number_of_ranks() -> None:
         for micro_step in share:
             samples = {draw.sample for draw in order.samples_of(micro_step)}
             assert samples <= set(groups[0]) or samples <= set(groups[1])
-
-
-def train_engine(
-    path: Path,
-    precision: PrecisionPlan = FP32,
-    *,
-    before: Callable[[Engine, int], None] = lambda engine, micro_step: None,
-    stop_after: int | None = None,
-    steps: int = 6,
-    among: Callable[[Gang], Gang] = lambda gang: gang,
-) -> InGang:
-    """A run of the tiny engine whose micro-batches hold one to three samples.
-
-    before: called on every rank before each of its micro-steps. stop_after: micro-steps after which
-    a rank is asked to stop. among: the gang as the run sees it. Each rank returns its weights, what
-    it reported, what it saw.
-    """
-
-    def work(gang: Gang, stop: StopRequest) -> Any:
-        gang = among(gang)
-        engine = Engine(
-            path,
-            precision=precision,
-            attempt=1,
-            gang=gang,
-            steps=steps,
-            gradientAccumulation=3,
-            learningRate=1e-3,
-        )
-        objective = objective_of(engine.factors)
-        seen: list[int] = []
-
-        def uneven(micro_step: int) -> Loss:
-            before(engine, micro_step)
-            seen.append(micro_step)
-            samples = 1 + micro_step % 3
-            losses = [objective(100 * micro_step + n).loss_sum for n in range(samples)]
-            return Loss(torch.stack(losses).sum(), samples)
-
-        engine.parts = replace(engine.parts, objective=uneven)
-        noted: list[StepNumbers] = []
-        engine.reporter._run_log = Noted(engine.run_log, noted)  # type: ignore[assignment]
-        position = engine.train(
-            micro_steps=stop_after, stop=lambda: stop.requested, every=engine.plan.optimizer_steps
-        )
-        if position.step < engine.plan.optimizer_steps and stop.requested:
-            raise Interrupted("stopped")
-        return {
-            "masters": engine.buffers.masters.tolist(),
-            "losses": [n.loss for n in noted],
-            "norms": [n.grad_norm for n in noted],
-            "samples": [n.samples for n in noted],
-            "divergence": [n.rank_divergence for n in noted],
-            "findings": {f.name: f.since_step for f in engine.reporter.watch.status().findings},
-            "seen": seen,
-            "position": [position.step, position.micro_step],
-        }
-
-    return work
-
-
-@dataclass
-class Noted:
-    """A step log that keeps what passes through."""
-
-    log: RunLog
-    steps: list[StepNumbers]
-
-    def append(self, numbers: StepNumbers) -> None:
-        self.steps.append(numbers)
-        self.log.append(numbers)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +102,10 @@ class Unsynchronised(ProcessGang):
     """Ranks that in one window keep their own gradients, as when an all-reduce went missing."""
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, stop: bool, sums: Sequence[Tensor]
+        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
     ) -> Exchanged:
         own = buffers.gradient.clone()
-        exchanged = super().exchange(buffers, position, stop, sums)
+        exchanged = super().exchange(buffers, position, asked, sums)
         if position.step == 3:
             buffers.gradient.copy_(own)
         return exchanged
@@ -241,28 +161,15 @@ def test_a_stop_ends_all_ranks_at_one_window_with_one_checkpoint(tmp_path: Path)
     assert saved.name.endswith(".3"), "a whole window of three, not yet turned into a step"
 
 
-def test_a_killed_rank_ends_the_gang(tmp_path: Path) -> None:
-    def die(engine: Engine, micro_step: int) -> None:
-        if not engine.first and micro_step >= 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    ends, _ = run_gang(2, train_engine(tmp_path / "n", before=die), tmp_path / "b")
-    assert {end.rank: end.code for end in ends} == {1: -9, 0: ExitCode.PEER_LOST}
-    assert not any(end.by_us for end in ends), "the other rank noticed by itself"
-    assert exit_code_of(deciding(ends)) == 137
-    assert "rank 1 of 2 was killed by SIGKILL" in sentence_of(deciding(ends), 2)
-
-
 def test_the_ranks_of_two_nodes_meet_at_the_first_nodes_address(tmp_path: Path) -> None:
     """Two launchers, as in two pods; the second is there before the meeting place is."""
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    second = os.fork()
-    if second == 0:
-        os._exit(_node(1, port, tmp_path))
-    time.sleep(0.3)
-    assert _node(0, port, tmp_path) == 0
-    assert os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) == 0
+    with ThreadPoolExecutor(1) as elsewhere, ended_by(DEADLINE_SECONDS, tmp_path):
+        second = elsewhere.submit(_node, 1, port, tmp_path)
+        time.sleep(0.3)
+        assert _node(0, port, tmp_path) == 0
+        assert second.result() == 0
     _, (alone,) = run_gang(1, train_engine(tmp_path / "1"), tmp_path / "a")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert ranks[0]["masters"] == ranks[1]["masters"]
@@ -273,5 +180,5 @@ def test_the_ranks_of_two_nodes_meet_at_the_first_nodes_address(tmp_path: Path) 
 def _node(node: int, port: int, folder: Path) -> int:
     """One node's launcher, with one rank; its exit code."""
     layout = Layout(nodes=2, node=node, ranks_per_node=1, address="localhost", port=port)
-    work = partial(in_rank, train_engine(folder / "n"), folder)
-    return exit_code_of(deciding(launch(work, layout, lambda: False, start_method="fork")))
+    work = Carried(partial(in_rank, train_engine(folder / "n"), folder))
+    return exit_code_of(deciding(launch(work, layout, lambda: False, start_method="forkserver")))

@@ -95,6 +95,17 @@ def test_a_rank_that_notices_nothing_is_killed_and_is_not_the_cause(tmp_path: Pa
     assert exit_code_of(deciding(ends)) == 3
 
 
+def _stuck_after_the_end(seat: Seat, stop: StopRequest) -> None:
+    if seat.rank == 1:
+        time.sleep(600)
+
+
+def test_a_rank_that_does_not_end_with_rank_0_is_ended_and_changes_nothing() -> None:
+    ends = launch(_stuck_after_the_end, TWO, lambda: False, start_method="fork", grace=1.0)
+    assert [(end.rank, end.code, end.by_us) for end in ends] == [(0, 0, False), (1, -9, True)]
+    assert exit_code_of(deciding(ends)) == 0
+
+
 def _until_stopped(wait_for: Callable[[int], bool], seat: Seat, stop: StopRequest) -> None:
     while not stop.requested:
         if wait_for(seat.rank):

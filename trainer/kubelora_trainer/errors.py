@@ -13,6 +13,8 @@ class RunEnded(Exception):
     """A run stops with a sentence and an exit code of the contract."""
 
     exit_code: ClassVar[ExitCode]
+    alike = False
+    """Whether all ranks end with this very sentence; the first of each node then says it alone."""
 
 
 class ConfigurationError(RunEnded):
@@ -41,6 +43,12 @@ class PeerLost(RunEnded):
     """Another rank of the run went away; never the cause, which is in that rank's words."""
 
     exit_code = ExitCode.PEER_LOST
+
+
+class PeerSilent(RunEnded):
+    """Another rank of the run lives on without a word; it can't tell the cause itself."""
+
+    exit_code = ExitCode.INTERNAL
 
 
 class PushFailed(RunEnded):

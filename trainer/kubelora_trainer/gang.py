@@ -2,27 +2,25 @@
 
 Every rank keeps weights and optimizer of its own and does the same step with the same gradient, so
 they stay equal to the bit without ever being sent. What the ranks must know of each other rides in
-the tail of the gradient buffer, as bytes: whole numbers up to 255 are exact in every float type.
+the tail of the gradient buffer.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, TypeVar
+from datetime import timedelta
+from typing import Final, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
 
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition
-from kubelora_trainer.errors import PeerLost
+from kubelora_trainer.errors import RunEnded
 from kubelora_trainer.order import WHOLE, Share
+from kubelora_trainer.rank_notes import Asked, note_elements, note_of, read_notes
+from kubelora_trainer.roll_call import RollCall
 
-_WHOLE_NUMBERS: Final = 3
-"""Of a rank's note: checksum, samples, stop flag. Loss and further sums follow; 8 bytes each."""
-_LOST: Final = (
-    "another rank of this run went away, so this one stops; the cause is in that rank's words"
-)
 T = TypeVar("T")
 
 
@@ -30,14 +28,15 @@ T = TypeVar("T")
 class Exchanged:
     """A window as all ranks know it.
 
-    position: with the samples and losses of all ranks. stopping: whether any rank was asked to
-    stop. divergence: max - min of the weights' checksum over ranks, 0 where they agree to the bit;
-    NaN for a single rank.
+    position: with the samples and losses of all ranks. asked: what any rank asks for. divergence:
+    max - min of the weights' checksum over ranks, 0 where they agree to the bit; NaN for a single
+    rank. broken: ranks whose own part of the gradient is not finite; empty for a single rank.
     """
 
     position: RunPosition
-    stopping: bool
+    asked: Asked
     divergence: float
+    broken: tuple[int, ...] = ()
 
 
 class Gang(Protocol):
@@ -59,18 +58,18 @@ class Gang(Protocol):
         """This rank's part of a resumed position, whose sums are those of all ranks."""
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, stop: bool, sums: Sequence[Tensor]
+        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
     ) -> Exchanged:
-        """Sum the window over all ranks. Raises PeerLost.
+        """Sum the window over all ranks. Raises PeerLost, PeerSilent.
 
         sums: fp64, of whatever else is summed over samples; like the gradient changed in place.
         """
 
     def told_by_first(self, value: T) -> T:
-        """Rank 0's ``value``, on every rank. Raises PeerLost."""
+        """Rank 0's ``value``, on every rank. Raises PeerLost, PeerSilent."""
 
     def gathered(self, value: T) -> Sequence[T]:
-        """Every rank's ``value``, by rank, on every rank. Raises PeerLost."""
+        """Every rank's ``value``, by rank, on every rank. Raises PeerLost, PeerSilent."""
 
 
 class Alone:
@@ -93,10 +92,10 @@ class Alone:
         return position
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, stop: bool, sums: Sequence[Tensor]
+        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
     ) -> Exchanged:
         """Nobody to exchange with."""
-        return Exchanged(position, stop, math.nan)
+        return Exchanged(position, asked, math.nan)
 
     def told_by_first(self, value: T) -> T:
         """The value."""
@@ -113,12 +112,14 @@ ALONE: Final = Alone()
 class ProcessGang:
     """Ranks in processes of their own, over torch's default process group."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, roll_call: RollCall | None = None) -> None:
+        """roll_call: without one, a rank that goes away is not named."""
         self.share = Share(rank, size)
+        self._roll_call = roll_call or RollCall(None, rank, size, timedelta.max)
 
     def tail_elements(self, sums: int) -> int:
         """A note per rank."""
-        return 8 * (_WHOLE_NUMBERS + 1 + sums) * self.share.size
+        return note_elements(sums) * self.share.size
 
     def between_micro_steps(self, stop: Callable[[], bool]) -> Callable[[], bool]:
         """Never: the ranks agree at the window's end and stop together there."""
@@ -138,63 +139,57 @@ class ProcessGang:
         )
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, stop: bool, sums: Sequence[Tensor]
+        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
     ) -> Exchanged:
         """One all-reduce of the gradient and, in its tail, of every rank's note."""
         device = buffers.masters.device
         carried = [position.window_loss.to(device).reshape(1), *(one.flatten() for one in sums)]
         tail = buffers.reduced[buffers.numel :].view(self.share.size, -1)
         tail.zero_()
-        tail[self.share.rank] = _note(buffers.masters, position.window_samples, stop, carried)
-        try:
-            distributed.all_reduce(buffers.reduced)
-        except RuntimeError as error:
-            raise PeerLost(_LOST) from error
-        notes = tail.to(torch.uint8).cpu()
-        whole, floats = notes.split([8 * _WHOLE_NUMBERS, notes.shape[1] - 8 * _WHOLE_NUMBERS], 1)
-        checksums, samples, stops = whole.contiguous().view(torch.int64).T.tolist()
-        loss, *others = (
-            floats.contiguous()
-            .view(torch.float64)
-            .sum(0)
-            .to(device)
-            .split([one.numel() for one in carried])
+        tail[self.share.rank] = note_of(
+            buffers.masters, buffers.gradient, position.window_samples, asked, carried
         )
+        with self._roll_call.around():
+            distributed.all_reduce(buffers.reduced)
+        notes = read_notes(tail)
+        loss, *others = notes.sums.to(device).split([one.numel() for one in carried])
         for one, total in zip(sums, others, strict=True):
             one.copy_(total.view_as(one))
         return Exchanged(
-            replace(position, window_samples=sum(samples), window_loss=loss.reshape(())),
-            any(stops),
-            float(max(checksums) - min(checksums)),
+            replace(position, window_samples=sum(notes.samples), window_loss=loss.reshape(())),
+            Asked(any(a.stop for a in notes.asked), any(a.due for a in notes.asked)),
+            float(max(notes.checksums) - min(notes.checksums)),
+            tuple(rank for rank, broken in enumerate(notes.broken) if broken),
         )
 
     def told_by_first(self, value: T) -> T:
         """A broadcast of any picklable value."""
         box = [value]
-        try:
+        with self._roll_call.around():
             distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        except RuntimeError as error:
-            raise PeerLost(_LOST) from error
         return box[0]
 
     def gathered(self, value: T) -> Sequence[T]:
         """An all-gather of any picklable value."""
         found = [value] * self.share.size
-        try:
+        with self._roll_call.around():
             distributed.all_gather_object(found, value)
-        except RuntimeError as error:
-            raise PeerLost(_LOST) from error
         return found
 
 
-def checksum(masters: Tensor) -> Tensor:
-    """Sum of the weights' bit patterns, int64 scalar: exact, whatever order a device sums in."""
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[masters.element_size()]
-    return masters.view(whole).sum(dtype=torch.int64)
+def led(gang: Gang, act: Callable[[], T]) -> T:
+    """What ``act`` gives on rank 0, which alone does it, on every rank.
 
-
-def _note(masters: Tensor, samples: int, stop: bool, carried: Sequence[Tensor]) -> Tensor:
-    """What the other ranks must know of this one, as bytes: uint8 on the masters' device."""
-    known = torch.tensor([samples, int(stop)], device=masters.device)
-    whole = torch.cat([checksum(masters).reshape(1), known])
-    return torch.cat([whole.view(torch.uint8), torch.cat(list(carried)).view(torch.uint8)])
+    Where it ends the run there, every rank raises the same, and it is said once.
+    """
+    outcome: T | RunEnded | None = None
+    if gang.share.rank == 0:
+        try:
+            outcome = act()
+        except RunEnded as ended:
+            outcome = ended
+    told: T | RunEnded | None = gang.told_by_first(outcome)
+    if isinstance(told, RunEnded):
+        told.alike = True
+        raise told
+    return cast(T, told)

@@ -13,9 +13,10 @@ from statistics import median
 from pydantic import TypeAdapter
 
 from kubelora_api.status import Finding, HealthStatus, Verdict
-from kubelora_api.thresholds import THRESHOLDS, Threshold
+from kubelora_api.thresholds import GRADIENT_NONFINITE, THRESHOLDS, Threshold
 from kubelora_trainer.envelope import Passage
 from kubelora_trainer.judging import Memory, RunFacts, at_resume, remembered, values_of
+from kubelora_trainer.roll_call import ranks_named
 from kubelora_trainer.step_numbers import StepNumbers
 
 MAX_FINDINGS = 10
@@ -77,9 +78,21 @@ def observe(state: WatchState, numbers: StepNumbers, facts: RunFacts) -> WatchSt
             state = _observe_one(state, threshold, named, numbers.step, facts.compute)
     return replace(
         state,
+        found=_with_origin(state.found, numbers),
         accepted=state.accepted & state.active,
         memory=remembered(state.memory, numbers),
     )
+
+
+def _with_origin(found: Mapping[str, Finding], numbers: StepNumbers) -> Mapping[str, Finding]:
+    """``found``, where what is not finite tells the ranks that it came from."""
+    name = GRADIENT_NONFINITE.finding
+    finding = found.get(name)
+    if not numbers.broken_ranks or finding is None or finding.since_step != numbers.step:
+        return found
+    who = ranks_named(numbers.broken_ranks, "")
+    told = f"{finding.message} It came from the micro-batches of {who}."
+    return {**found, name: finding.model_copy(update={"message": told})}
 
 
 def resumed(state: WatchState) -> WatchState:

@@ -48,7 +48,7 @@ class RollbackDue(Exception):
     """Training has to go back to before ``finding``."""
 
     def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.name)
+        super().__init__(finding)
         self.finding = finding
 
 

@@ -51,12 +51,13 @@ def launch(
     layout: Layout,
     stop: Callable[[], bool],
     *,
-    start_method: Literal["spawn", "fork"] = "spawn",
+    start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
     grace: float = PEER_GRACE_SECONDS,
 ) -> tuple[RankEnd, ...]:
     """Run ``work`` in every rank of this node; returns how each ended, the first first.
 
-    stop: when true, every rank is told to stop. grace: seconds from a failure to the end of all.
+    stop: when true, every rank is told to stop. grace: seconds from a failure, or from rank 0's
+    end, to the end of all.
     start_method: fork shares what is imported, and can't be used once CUDA is in use.
     """
     store = open_store(layout) if layout.node == 0 else None
@@ -71,14 +72,17 @@ def launch(
     first = layout.node * layout.ranks_per_node
     return tuple(
         RankEnd(first + local_rank, code, by_us)
-        for local_rank, code, by_us in _watch(context, stop, grace)
+        for local_rank, code, by_us in _watch(context, stop, grace, layout.node == 0)
     )
 
 
 def _watch(
-    context: ProcessContext, stop: Callable[[], bool], grace: float
+    context: ProcessContext, stop: Callable[[], bool], grace: float, leads: bool
 ) -> list[tuple[int, int, bool]]:
-    """Wait for every process; pass a stop on, and end all when one has failed."""
+    """Wait for every process; pass a stop on, and end all when one has failed or rank 0 is done.
+
+    leads: whether the first process is rank 0, which is the last that has anything to do.
+    """
     running: dict[int, int] = dict(context.sentinels)
     ends: list[tuple[int, int, bool]] = []
     killed: set[int] = set()
@@ -90,7 +94,8 @@ def _watch(
             process.join()
             code = process.exitcode
             ends.append((local_rank, code, local_rank in killed))
-            if code not in _ORDERLY and deadline is None:
+            over = code not in _ORDERLY or (leads and local_rank == 0)
+            if over and deadline is None:
                 deadline = time.monotonic() + grace
         interrupted = any(code == ExitCode.INTERRUPTED for _, code, _ in ends)
         if not told and (stop() or interrupted):
@@ -152,7 +157,8 @@ def _rank(local_rank: int, work: Work, layout: Layout, port: int) -> None:
         code = ExitCode.DONE
     except RunEnded as ended:
         code = ended.exit_code
-        if seat.rank == 0 or code != ExitCode.INTERRUPTED:  # all are interrupted alike
+        alike = ended.alike or code == ExitCode.INTERRUPTED
+        if seat.local_rank == 0 or not alike:
             print(f"rank {seat.rank}: error: {ended}", file=sys.stderr)
     except Exception:
         traceback.print_exc()

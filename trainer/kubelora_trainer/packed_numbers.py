@@ -19,7 +19,8 @@ class StepFacts:
     """What the host knows of a step already.
 
     judge_updates: whether the rate was high enough for an unmoved weight to mean anything.
-    own_rate: what the optimizer multiplied the rate by, of itself (Prodigy).
+    own_rate: what the optimizer multiplied the rate by, of itself (Prodigy). broken_ranks: whose
+    part of the gradient was not finite, of several ranks.
     """
 
     step: int
@@ -27,6 +28,7 @@ class StepFacts:
     samples: int
     judge_updates: bool
     own_rate: float = 1.0
+    broken_ranks: tuple[int, ...] = ()
 
     @property
     def step_size(self) -> float:
@@ -107,6 +109,7 @@ class PendingNumbers:
             dead_modules=self.dead.observe(norms, facts.learning_rate),
             rank_divergence=divergence,
             loss_scale=loss_scale,
+            broken_ranks=facts.broken_ranks,
             host_memory_peak=self.host.host_memory_peak,
             device_memory_peak=self.host.device_memory_peak,
         )

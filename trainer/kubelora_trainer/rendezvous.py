@@ -18,8 +18,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distribute
 
 from kubelora_trainer.errors import ConfigurationError, Interrupted, PeerLost
 from kubelora_trainer.gang import ProcessGang
+from kubelora_trainer.roll_call import RollCall, ranks_named
 from kubelora_trainer.seats import LOOPBACK, Layout, Seat
 
+BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
+"""Lets NCCL raise when it waited in vain. Its own way is to abort the process, which would then
+look like the cause; the host waits for the device right after the all-reduce anyway."""
 GATHERING_SECONDS: Final = 900.0
 """How long the first rank waits for the last: scheduling and image pulls differ by minutes."""
 SILENCE: Final = timedelta(minutes=30)
@@ -60,44 +64,63 @@ def _listener(layout: Layout) -> socket.socket:
     return socket.create_server(("", layout.port), backlog=1024)
 
 
-def join_gang(seat: Seat, device: torch.device, stop: Callable[[], bool]) -> ProcessGang:
+def join_gang(
+    seat: Seat, device: torch.device, stop: Callable[[], bool], silence: timedelta = SILENCE
+) -> ProcessGang:
     """Meet all other ranks and become one gang.
 
-    device: where this rank trains; gradients travel by NCCL between GPUs, by gloo else.
+    device: where this rank trains; gradients travel by NCCL between GPUs, by gloo else. silence:
+    how long one rank waits for another in a collective.
     Raises Interrupted on ``stop``, PeerLost where not all ranks come.
     """
+    os.environ.setdefault(BLOCKING, "1")
     if seat.address == LOOPBACK and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     deadline = time.monotonic() + GATHERING_SECONDS
-    _wait(lambda: _answers(seat), stop, deadline, f"nobody answers at {seat.address}:{seat.port}")
+    nobody = f"nobody answers at {seat.address}:{seat.port}"
+    _wait(lambda: _answers(seat), stop, deadline, lambda: nobody)
     try:
         store = TCPStore(seat.address, seat.port, is_master=False, wait_for_workers=False)
-        store.add("joined", 1)
+        store.set(_joined(seat.rank), "")
         _wait(
-            lambda: store.add("joined", 0) >= seat.size,
+            lambda: not _late(store, seat.size),
             stop,
             deadline,
-            f"not all of the {seat.size} ranks came",
+            lambda: f"{ranks_named(_late(store, seat.size), '')} of {seat.size} did not come",
         )
+    except RuntimeError as error:
+        raise PeerLost(
+            "the meeting place of the ranks went away before training began; the cause is in the "
+            "words of the first node's ranks"
+        ) from error
+    roll_call = RollCall(store, seat.rank, seat.size, silence)
+    with roll_call.around():
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("gang", store),
             rank=seat.rank,
             world_size=seat.size,
-            timeout=SILENCE,
+            timeout=silence,
         )
-    except RuntimeError as error:
-        raise PeerLost(
-            "another rank of this run went away before training began; the cause is in that "
-            "rank's words"
-        ) from error
-    return ProcessGang(seat.rank, seat.size)
+    return ProcessGang(seat.rank, seat.size, roll_call)
 
 
 def leave_gang() -> None:
     """Close the connections to the other ranks."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _late(store: TCPStore, size: int) -> list[int]:
+    """Ranks that have not come to the meeting place."""
+    keys = {rank: _joined(rank) for rank in range(size)}
+    if store.check(list(keys.values())):
+        return []
+    return [rank for rank, key in keys.items() if not store.check([key])]
+
+
+def _joined(rank: int) -> str:
+    return f"joined/{rank}"
 
 
 def _answers(seat: Seat) -> bool:
@@ -109,14 +132,17 @@ def _answers(seat: Seat) -> bool:
 
 
 def _wait(
-    reached: Callable[[], bool], stop: Callable[[], bool], deadline: float, otherwise: str
+    reached: Callable[[], bool],
+    stop: Callable[[], bool],
+    deadline: float,
+    otherwise: Callable[[], str],
 ) -> None:
     while not reached():
         if stop():
             raise Interrupted("stopped while the ranks gathered; nothing was trained yet")
         if time.monotonic() > deadline:
             raise PeerLost(
-                f"{otherwise} within {GATHERING_SECONDS:.0f} s; look at the other ranks' words, "
+                f"{otherwise()} within {GATHERING_SECONDS:.0f} s; look at the other ranks' words, "
                 "or whether their pods have started"
             )
         time.sleep(_ROUND_SECONDS)

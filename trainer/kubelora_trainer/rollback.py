@@ -8,18 +8,27 @@ a fault of the settings comes again and then fails the run.
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kubelora_api.names import OutputPath
 from kubelora_api.status import Finding
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition, resume
-from kubelora_trainer.checkpoint_folders import list_checkpoints
+from kubelora_trainer.checkpoint_folders import SavedCheckpoint, list_checkpoints
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.errors import PolicyFailure
 from kubelora_trainer.health import with_finding
 from kubelora_trainer.health_policy import Rollback, sentence
 from kubelora_trainer.output import OutputFolder
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """Where training goes on from, and the checkpoint that other ranks restore too."""
+
+    position: RunPosition
+    saved: SavedCheckpoint
+    rollback: Rollback
 
 
 def go_back(
@@ -30,7 +39,7 @@ def go_back(
     finding: Finding,
     healthy_step: int,
     warn: Callable[[str], None],
-) -> RunPosition:
+) -> WentBack:
     """Restore the newest checkpoint of ``healthy_step`` or before; later ones are removed.
 
     reached: where the finding was judged; none of the data up to there is used again.
@@ -54,6 +63,10 @@ def go_back(
         skipped=(position.micro_step, reached.micro_step),
     )
     warn(rollback.as_finding().message)
-    return replace(
-        position, rollback=rollback, watch=with_finding(position.watch, rollback.as_finding())
-    )
+    return WentBack(gone_back(position, rollback), saved, rollback)
+
+
+def gone_back(position: RunPosition, rollback: Rollback) -> RunPosition:
+    """The position of the checkpoint gone back to, which now remembers the rollback."""
+    watch = with_finding(position.watch, rollback.as_finding())
+    return replace(position, rollback=rollback, watch=watch)

@@ -55,6 +55,7 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
         message, artifacts = _run(run)
     except HeldByPolicy as held:
         ended = HeldByPolicy(f"{held}{_how_to_go_on(run)}")
+        ended.alike = held.alike
         conclude(run, ended.exit_code, str(ended), [])
         raise ended from held
     except RunEnded as ended:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from kubelora_api.status import Finding
-from kubelora_trainer.checkpoint import RunPosition, save_checkpoint
+from kubelora_trainer.checkpoint import RunPosition, resume_from, save_checkpoint
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
-from kubelora_trainer.errors import Interrupted
+from kubelora_trainer.gang import led
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
+from kubelora_trainer.health_policy import Rollback
 from kubelora_trainer.learner import Learner
 from kubelora_trainer.material import Material
 from kubelora_trainer.optimizer_choice import rate_warning
@@ -18,7 +19,7 @@ from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.precision import describe_memory, lossy_warnings
 from kubelora_trainer.publishing import draw
 from kubelora_trainer.reporting import Reporter
-from kubelora_trainer.rollback import go_back
+from kubelora_trainer.rollback import go_back, gone_back
 from kubelora_trainer.run_context import Run
 from kubelora_trainer.schedule import steps_that_moved
 from kubelora_trainer.startup_contract import check_dtypes, check_fresh_adapter, check_resumed
@@ -85,31 +86,29 @@ class Session:
         self.run.stop.saved(reached.step)
 
     def roll_back(self, reached: RunPosition, finding: Finding) -> RunPosition:
-        """Go back to the last healthy checkpoint, and record it.
-
-        Raises Interrupted with several ranks: they start again from there, together.
-        """
+        """Go back to the last healthy checkpoint, on all ranks, and record it."""
         run, folder, learner = self.run, self.folder, self.learner
-        earlier = go_back(
-            folder,
-            learner.buffers,
-            learner.saved_parts,
-            reached,
-            finding,
-            last_healthy_step(finding),
-            run.warn,
-        )
+        buffers, parts = learner.buffers, learner.saved_parts
+        earlier: RunPosition | None = None
+
+        def on_first() -> tuple[SavedCheckpoint, Rollback]:
+            nonlocal earlier
+            healthy = last_healthy_step(finding)
+            back = go_back(folder, buffers, parts, reached, finding, healthy, run.warn)
+            earlier = back.position
+            return back.saved, back.rollback
+
+        saved, rollback = led(run.gang, on_first)
+        if earlier is None:
+            earlier = gone_back(resume_from(saved, folder, buffers, parts), rollback)
         check_resumed(learner.optimizer, earlier.step, learner.skipped_steps)
+        run.gang.gathered(None)  # all have read it, before a new checkpoint takes its place
         moved = steps_that_moved(run.job.spec.training, earlier.step, learner.skipped_steps)
         self.reporter.rewind(earlier, moved)
         self.checkpoint(earlier)
-        folder.record = folder.record.model_copy(update={"rollback": earlier.rollback})
-        folder.write_manifest("Running")
-        if run.gang.share.size > 1:  # the other ranks can't be called back from their window
-            raise Interrupted(
-                f"training went back to step {earlier.step}; all ranks go on from there when "
-                "they start again"
-            )
+        folder.record = folder.record.model_copy(update={"rollback": rollback})
+        if run.first:
+            folder.write_manifest("Running")
         return earlier
 
     def draw_if_due(self, reached: RunPosition) -> None:

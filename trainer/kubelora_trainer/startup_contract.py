@@ -14,6 +14,7 @@ from kubelora_trainer.buffers import AdapterBuffers, Slot
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.optimizer import AdapterOptimizer
 from kubelora_trainer.precision import NAMES
+from kubelora_trainer.roll_call import ranks_named
 from kubelora_trainer.step_numbers import StepNumbers
 
 
@@ -150,14 +151,23 @@ def check_finite(slots: Sequence[Slot], numbers: StepNumbers) -> None:
         ]
         raise NumericalError(
             f"step {numbers.step}: {numbers.nonfinite} gradient elements are NaN or infinite "
-            f"({_some(broken)}); no weight was changed by them. Look at the data of this step, "
-            "the learning rate, or a VAE that overflows in half precision"
+            f"({_some(broken)}){came_from(numbers)}; no weight was changed by them. Look at "
+            "the data of this step, the learning rate, or a VAE that overflows in half precision"
         )
     if not _finite(numbers.grad_norm):
         raise NumericalError(
             f"step {numbers.step}: the gradient's norm is too large for fp32; no weight was "
             "changed by it. Lower the learning rate"
         )
+
+
+def came_from(numbers: StepNumbers) -> str:
+    """Which of several ranks brought what is not finite, to be put behind it; else nothing.
+
+    Their sum may be infinite without any rank's part being so.
+    """
+    who = ranks_named(numbers.broken_ranks, "")
+    return f", from the micro-batches of {who}" if who else ""
 
 
 def _finite(value: float) -> bool:

@@ -63,7 +63,8 @@ class StepNumbers:
     dead_modules: modules of which a factor's gradient was exactly zero in the last 10 steps.
     category_losses: of the categories that the window saw; empty where images have none.
     loss_scale: what the loss was multiplied by; NaN without a scaler.
-    rank_divergence: NaN for a single rank. host_memory_peak, device_memory_peak: bytes.
+    rank_divergence: NaN for a single rank. broken_ranks: of several, those whose own part of the
+    gradient was not finite. host_memory_peak, device_memory_peak: bytes.
     """
 
     step: int
@@ -85,6 +86,7 @@ class StepNumbers:
     host_memory_peak: float = math.nan
     device_memory_peak: float = math.nan
     category_losses: Mapping[str, CategoryLoss] = field(default_factory=dict)
+    broken_ranks: tuple[int, ...] = ()
 
     @property
     def skipped(self) -> bool:

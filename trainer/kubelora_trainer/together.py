@@ -14,9 +14,10 @@ from kubelora_trainer.checkpoint import RunPosition, resume, resume_from
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
 from kubelora_trainer.errors import ConfigurationError
-from kubelora_trainer.gang import ALONE, Gang, checksum
+from kubelora_trainer.gang import ALONE, Gang, led
 from kubelora_trainer.material import Material, choose_device
 from kubelora_trainer.output import Manifest, OutputFolder, claim_output
+from kubelora_trainer.rank_notes import checksum
 from kubelora_trainer.rendezvous import join_gang
 from kubelora_trainer.run_context import Run
 
@@ -40,12 +41,7 @@ def meet(run: Run) -> Gang:
 
 def claim_together(run: Run, place: Path) -> OutputFolder | Manifest:
     """The output folder that rank 0 has claimed for all, or the manifest of a run that is done."""
-    claimed: OutputFolder | Manifest | None = None
-    if run.first:
-        claimed = claim_output(place, run.job, run.options.attempt, run.warn)
-    claimed = run.gang.told_by_first(claimed)
-    assert claimed is not None
-    return claimed
+    return led(run.gang, lambda: claim_output(place, run.job, run.options.attempt, run.warn))
 
 
 def resume_together(
@@ -58,11 +54,20 @@ def resume_together(
 
     Raises ConfigurationError where another rank can't read it.
     """
-    resumed = resume(folder, buffers, parts, run.warn) if run.first else None
-    saved = run.gang.told_by_first(resumed[1] if resumed else None)
-    if saved is None or resumed is not None:
-        return resumed
-    return resume_from(saved, folder, buffers, parts), saved
+    position: RunPosition | None = None
+
+    def of_first() -> SavedCheckpoint | None:
+        nonlocal position
+        resumed = resume(folder, buffers, parts, run.warn)
+        if resumed is None:
+            return None
+        position, saved = resumed
+        return saved
+
+    saved = led(run.gang, of_first)
+    if saved is None:
+        return None
+    return position or resume_from(saved, folder, buffers, parts), saved
 
 
 def compare(gang: Gang, material: Material, buffers: AdapterBuffers, position: RunPosition) -> None:
@@ -80,7 +85,9 @@ def compare(gang: Gang, material: Material, buffers: AdapterBuffers, position: R
     for rank, theirs in enumerate(everyone):
         odd = [what for what in own if theirs[what] != everyone[0][what]]
         if odd:
-            raise ConfigurationError(
+            differ = ConfigurationError(
                 f"rank {rank} and rank 0 differ in {' and '.join(odd)}; all nodes must see the "
                 "same files and run the same versions"
             )
+            differ.alike = True
+            raise differ

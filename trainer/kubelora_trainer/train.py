@@ -16,7 +16,7 @@ from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.category_losses import CategoryLosses
 from kubelora_trainer.checkpoint import RunPosition
-from kubelora_trainer.errors import HeldByPolicy, PolicyFailure
+from kubelora_trainer.errors import HeldByPolicy, PolicyFailure, RunEnded
 from kubelora_trainer.gang import ALONE, Exchanged, Gang
 from kubelora_trainer.gradient_dump import GradientDump, MicroStepName
 from kubelora_trainer.health_policy import RollbackDue
@@ -25,6 +25,7 @@ from kubelora_trainer.moving_average import MovingAverage
 from kubelora_trainer.optimizer import AdapterOptimizer, clip_coefficient
 from kubelora_trainer.order import Plan
 from kubelora_trainer.packed_numbers import PendingNumbers, StepFacts
+from kubelora_trainer.rank_notes import Asked
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.schedule import learning_rate
 from kubelora_trainer.startup_contract import ReachedModules
@@ -91,18 +92,19 @@ def train(
     while position.step < parts.plan.optimizer_steps:
         in_window = parts.gang.between_micro_steps(stop)
         position = accumulate_window(parts, position, reached, in_window)
-        exchanged = parts.gang.exchange(parts.buffers, position, stop(), parts.sums)
+        due = judged(parts.reporter)
+        asked = Asked(stop(), due is not None)
+        exchanged = parts.gang.exchange(parts.buffers, position, asked, parts.sums)
         position = exchanged.position
-        heeded = heed(parts.reporter, position, checkpoint, roll_back)
-        if heeded is not position:
-            position = heeded
+        if exchanged.asked.due:
+            position = obey(parts, due, position, checkpoint, roll_back)
             continue
-        if exchanged.stopping:
+        if exchanged.asked.stop:
             return position
         pending, position = take_step(parts, exchanged)
         parts.reporter.expect(pending)
         if position.step % checkpoint_every == 0 or position.step == parts.plan.optimizer_steps:
-            heeded = heed(parts.reporter, position, checkpoint, roll_back)
+            heeded = obey(parts, judged(parts.reporter), position, checkpoint, roll_back)
             if heeded is not position:
                 position = heeded
                 continue
@@ -111,24 +113,37 @@ def train(
     return position
 
 
-def heed(
-    reporter: Reporter,
+def judged(reporter: Reporter) -> RunEnded | RollbackDue | None:
+    """Report the numbers on their way; what they make due, in this rank's eyes."""
+    try:
+        reporter.drain()
+    except (RunEnded, RollbackDue) as due:
+        return due
+    return None
+
+
+def obey(
+    parts: Parts,
+    due: RunEnded | RollbackDue | None,
     position: RunPosition,
     checkpoint: Callable[[RunPosition], None],
     roll_back: Callable[[RunPosition, Finding], RunPosition],
 ) -> RunPosition:
-    """Report the numbers on their way, and do as the health policy says of what they show.
+    """Do, on every rank, what the first rank with something ``due`` says.
 
     Returns ``position`` itself, or an earlier one that training goes on from.
     """
-    try:
-        reporter.drain()
-    except (PolicyFailure, HeldByPolicy):
+    everyones = parts.gang.gathered(due)
+    verdict = next((one for one in everyones if one is not None), None)
+    if verdict is None:
+        return position
+    if isinstance(verdict, RollbackDue):
+        earlier = roll_back(position, verdict.finding)
+        return parts.gang.adopt(earlier, parts.buffers, parts.sums)
+    if isinstance(verdict, (PolicyFailure, HeldByPolicy)):
         checkpoint(position)
-        raise
-    except RollbackDue as due:
-        return roll_back(position, due.finding)
-    return position
+    verdict.alike = True
+    raise verdict
 
 
 def accumulate_window(
@@ -180,6 +195,7 @@ def take_step(parts: Parts, exchanged: Exchanged) -> tuple[PendingNumbers, RunPo
         samples=position.window_samples,
         judge_updates=rate >= JUDGED_RATE_SHARE * parts.training.peak_rate,
         own_rate=parts.optimizer.own_rate,
+        broken_ranks=exchanged.broken,
     )
     categories = parts.categories.take() if parts.categories else None
     divergence = torch.full_like(position.window_loss, exchanged.divergence)
