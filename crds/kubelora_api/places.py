@@ -11,13 +11,19 @@ from typing import Literal
 Scheme = Literal["hf", "pvc", "s3", "file"]
 
 CLUSTER_SCHEMES: tuple[Scheme, ...] = ("hf", "pvc", "s3")
+_REPOSITORY = r"hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
+_REVISION = r"(@[A-Za-z0-9._/-]+)?"
+REPOSITORY = "a whole repository"
+"""Where a path below the repository has no meaning: a push."""
 PATTERNS: dict[str, str] = {
-    "hf": r"hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+)?",
+    "hf": _REPOSITORY + r"(/[A-Za-z0-9_][A-Za-z0-9._=+-]*)*" + _REVISION,
+    REPOSITORY: _REPOSITORY + _REVISION,
     "pvc": r"pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[A-Za-z0-9._=@+-]+)*/?",
     "s3": r"s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/[^\s]*)?",
 }
 FORMS: dict[str, str] = {
-    "hf": "hf://org/repo[@revision]",
+    "hf": "hf://org/repo[/path][@revision]",
+    REPOSITORY: "hf://org/repo[@branch]",
     "pvc": "pvc://claim/path",
     "s3": "s3://bucket/prefix",
 }
@@ -25,12 +31,24 @@ FORMS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Place:
-    """A parsed URI. ``root`` is the repository, claim or bucket; empty for a local path."""
+    """A parsed URI.
+
+    root: the repository, claim or bucket; empty for a local path. path: below it, or the local one.
+    """
 
     scheme: Scheme
     root: str
     path: str
     revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As a URI: what messages call it."""
+        if self.scheme == "file":
+            return self.path
+        below = f"/{self.path}" if self.path else ""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.scheme}://{self.root}{below}{revision}"
 
 
 def pattern_of(schemes: tuple[str, ...]) -> str:
@@ -65,7 +83,8 @@ def parse_place(uri: str) -> Place:
     if scheme not in PATTERNS or not re.fullmatch(PATTERNS[scheme], uri):
         raise ValueError(f"{uri!r} is not a place: use {forms_of(CLUSTER_SCHEMES)}")
     if scheme == "hf":
-        repository, _, revision = rest.partition("@")
-        return Place("hf", repository, "", revision or None)
+        whole, _, revision = rest.partition("@")
+        organisation, name, *below = whole.split("/")
+        return Place("hf", f"{organisation}/{name}", "/".join(below), revision or None)
     root, _, path = rest.partition("/")
     return Place("pvc" if scheme == "pvc" else "s3", root, path.rstrip("/"))

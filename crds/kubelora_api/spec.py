@@ -31,8 +31,8 @@ class Model(ApiModel):
     """The base model to adapt: an SDXL pipeline in diffusers layout, or one file of weights."""
 
     uri: InputPlace = Field(
-        description="Where the pipeline is: hf://org/repo[@revision], pvc://claim/path or "
-        "s3://bucket/prefix; or one .safetensors file in SDXL's original layout, on a claim or "
+        description="Where the pipeline is: hf://org/repo[/path][@revision], pvc://claim/path or "
+        "s3://bucket/prefix; or one .safetensors file in SDXL's original layout, by its name or "
         "alone in its folder."
     )
     config: InputPlace | None = Field(

@@ -66,7 +66,7 @@ InputPlace = Annotated[
 ]
 OutputPlace = Annotated[str, Field(min_length=1, max_length=1024), _place_rule(("pvc",))]
 PushPlace = Annotated[
-    str, Field(min_length=1, max_length=1024), _place_rule(("s3", "hf"), local=False)
+    str, Field(min_length=1, max_length=1024), _place_rule(("s3", places.REPOSITORY), local=False)
 ]
 Prompt = Annotated[str, Field(max_length=2048)]
 Rank = Annotated[int, Field(ge=1, le=1024)]

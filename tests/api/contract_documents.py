@@ -193,6 +193,10 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("unknown output type", "spec/output/dtype", "int8", "spec.output.dtype"),
     Wrong("output on the hub", "spec/output/uri", "hf://me/adapter", "spec.output.uri"),
     Wrong("vae without scheme", "spec/model/vae", "madebyollin/vae", "spec.model.vae"),
+    Wrong("a hub's parent", "spec/model/uri", "hf://org/repo/../other", "spec.model.uri"),
+    Wrong(
+        "a push to a file", "spec/output/push", "hf://org/repo/a.safetensors", "spec.output.push"
+    ),
     Wrong("no model", "spec/model", _REMOVE, "spec.model"),
     Wrong("no output", "spec/output", _REMOVE, "spec.output"),
     Wrong("odd resolution", "spec/dataset/resolution", 1001, "spec.dataset.resolution"),
@@ -384,6 +388,7 @@ RIGHT: dict[str, Document] = {
         },
     ),
     "a revision": changed("spec/model/uri", "hf://org/repo@refs/pr/3"),
+    "a file on the hub": changed("spec/model/uri", "hf://org/repo/a/fine.safetensors@v1"),
     "lossy, and meant": changed(
         "spec/precision",
         {"accumulator": "bf16", "masterWeights": "bf16", "allowLossyPrecision": True},

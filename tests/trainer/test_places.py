@@ -5,6 +5,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from kubelora_api.places import parse_place
 from kubelora_trainer.downloads import download_bucket, download_hub, download_tree, wanted_files
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.places import resolve_input, resolve_output
@@ -89,7 +90,7 @@ def test_a_repository_out_of_reach_is_a_sentence(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigurationError, match=r"hf://org/none@v1 is not in the local cache"):
-        download_hub("org/none", "v1", "model", None)
+        download_hub(parse_place("hf://org/none@v1"), "model", None)
 
 
 def _fetched(files: list[str], variant: str | None, content: str = "model") -> set[str]:
@@ -151,6 +152,17 @@ def test_a_bucket_is_copied_once_and_again_when_it_changes(tmp_path: Path) -> No
     assert not list((tmp_path / "buckets").glob(".partial-*"))
     with pytest.raises(ConfigurationError, match=r"can't be fetched|holds no files"):
         download_tree(system, "memory://bottles/none", tmp_path)
+
+
+def test_a_file_of_a_bucket_is_copied_by_its_name(tmp_path: Path) -> None:
+    system = fsspec.filesystem("memory")
+    for name in ("sdxl.safetensors", "other.safetensors", "old.ckpt"):
+        system.pipe(f"/checkpoints/{name}", name.encode())
+    file = download_tree(system, "memory://checkpoints/sdxl.safetensors", tmp_path)
+    assert (file.name, file.read_text()) == ("sdxl.safetensors", "sdxl.safetensors")
+    assert [found.name for found in file.parent.iterdir()] == ["sdxl.safetensors"]
+    with pytest.raises(ConfigurationError, match="pickles are never read"):
+        download_tree(system, "memory://checkpoints/old.ckpt", tmp_path)
 
 
 def test_of_an_earlier_run_in_a_bucket_only_manifest_and_log_are_copied(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
 """A finished adapter goes to a real S3 server and to a Hub's API; a failed push loses nothing."""
 
-import base64
 import json
-import threading
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -14,6 +11,7 @@ from click.testing import Result
 from moto.server import ThreadedMotoServer
 
 from kubelora_trainer.demo import DemoPaths
+from tests.trainer.hub_server import Hub
 from tests.trainer.test_interruption import arguments, in_this_process
 
 NAMES = ["manifest.json", "pytorch_lora_weights.safetensors", "tiny.safetensors"]
@@ -107,65 +105,6 @@ def test_a_bucket_that_does_not_exist_is_a_wrong_configuration(
     assert failed.exit_code == 2, failed.output
     assert "the bucket does not exist" in failed.output
     assert _manifest(tmp_path / "run")["state"] == "Done"
-
-
-class Hub(ThreadingHTTPServer):
-    """The part of the Hub's API that a push uses; keeps what is committed."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _HubHandler)
-        self.refuse = False
-        self.requests: list[str] = []
-        self.created: dict[str, object] = {}
-        self.committed: dict[str, bytes] = {}
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class _HubHandler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        path = self.path.partition("?")[0]
-        self.server.requests.append(path)
-        if self.server.refuse:
-            self._answer(403, {"error": "no"})
-        elif path == "/api/repos/create":
-            self.server.created = json.loads(body)
-            self._answer(200, {"url": f"{self.server.address}/studio/bottles"})
-        elif path.endswith("/preupload/main"):
-            files = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for f in json.loads(body)["files"]
-            ]
-            self._answer(200, {"files": files})
-        elif path.endswith("/commit/main"):
-            for line in body.splitlines():
-                entry = json.loads(line)
-                if entry["key"] == "file":
-                    content = base64.b64decode(entry["value"]["content"])
-                    self.server.committed[entry["value"]["path"]] = content
-            url = f"{self.server.address}/studio/bottles/commit/1"
-            self._answer(200, {"success": True, "commitUrl": url, "commitOid": "1" * 40})
-        else:
-            self._answer(200, {})
-
-    def _answer(self, status: int, content: object) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silence."""
 
 
 @pytest.fixture

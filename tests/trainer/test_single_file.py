@@ -23,6 +23,7 @@ from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.model_folder import check_pipeline
 from kubelora_trainer.sgm_names import sgm_blocks, sgm_name
 from kubelora_trainer.single_file import single_file_of, unpack
+from tests.trainer.hub_server import Hub, download_from
 from tests.trainer.test_interruption import adapter, arguments, in_this_process
 
 WIDTH_2 = 48
@@ -150,7 +151,7 @@ def test_every_weight_is_that_of_the_pipeline_and_it_is_unpacked_once(
     assert [path.name for path in (tmp_path / "models").iterdir()] == [folder.name]
 
 
-def test_a_run_on_the_file_gives_the_same_adapter_as_on_the_folder(
+def test_a_run_on_the_file_here_or_on_the_hub_gives_the_adapter_that_the_folder_gives(
     pipeline: Path,
     checkpoint: Path,
     demo: DemoPaths,
@@ -158,16 +159,25 @@ def test_a_run_on_the_file_gives_the_same_adapter_as_on_the_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hub = Hub()
+    hub.files[("org/tunes", "v2")] = {"fine/model.safetensors": checkpoint.read_bytes()}
+    download_from(hub, tmp_path / "hub", monkeypatch)
     adapters = []
-    for name, place in (("folder", pipeline), ("file", checkpoint)):
+    for name, place in (
+        ("folder", pipeline),
+        ("file", checkpoint),
+        ("hub", "hf://org/tunes/fine/model.safetensors@v2"),
+    ):
         (tmp_path / name).mkdir()
         given = arguments(tmp_path / name, DemoPaths(pipeline, demo.photos))
         given += ["--set", "spec.training.steps=2", "--set", f"spec.model.uri={place}"]
-        given += ["--set", f"spec.model.config={pipeline}"] if name == "file" else []
+        given += ["--set", f"spec.model.config={pipeline}"] if name != "folder" else []
         done = in_this_process(given)
         assert done.exit_code == 0, done.output
         adapters.append(adapter(tmp_path / name))
-    assert adapters[0] == adapters[1]
+    hub.shutdown()
+    hub.server_close()
+    assert adapters[0] == adapters[1] == adapters[2]
 
 
 def test_a_checkpoint_marked_as_predicting_v_is_trained_so(

@@ -7,6 +7,8 @@ a full disk never leaves half a file under a real name.
 import errno
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +64,26 @@ def write_file(path: Path, data: bytes) -> None:
         except BaseException:  # a signal may end the work here, too
             aside.unlink(missing_ok=True)
             raise
+
+
+@contextmanager
+def filling(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill; it becomes ``folder`` once it is whole, and is gone if it is not.
+
+    Another process may be doing the same: the first one's stays. Raises OSError, and what the block
+    raises.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
+    try:
+        yield aside
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -2,13 +2,14 @@
 
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
 
 from kubelora_api.names import OutputPath
+from kubelora_api.nearest import suggestion
+from kubelora_api.places import Place
+from kubelora_trainer.atomic_files import filling
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.home_paths import expanded
 
@@ -61,31 +62,36 @@ def _weight_names(stem: str, variant: str | None) -> tuple[str, ...]:
     )
 
 
-def download_hub(
-    repository: str, revision: str | None, content: Content, variant: str | None
-) -> Path:
-    """Folder of a snapshot in the Hub's cache. Raises ConfigurationError."""
+def download_hub(place: Place, content: Content, variant: str | None) -> Path:
+    """Folder of a snapshot in the Hub's cache, or what ``place.path`` names in it.
+
+    Raises ConfigurationError.
+    """
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         raise ConfigurationError(
             "hf:// places need huggingface_hub: pip install 'kubelora[trainer]'."
         ) from None
-    name = f"hf://{repository}" + (f"@{revision}" if revision else "")
+    revision = place.revision
+    if _is_pickle(place.path):
+        problem = "is a pickle, which can run code when it is loaded: name a .safetensors file"
+        raise ConfigurationError(f"{place.name} {problem}.")
     try:
-        return Path(
-            snapshot_download(
-                repository,
-                repo_type="dataset" if content == "dataset" else "model",
-                revision=revision,
-                allow_patterns=wanted_files(content, variant),
-                ignore_patterns=list(PICKLES),
-            )
+        snapshot = snapshot_download(
+            place.root,
+            repo_type=_kind(content),
+            revision=revision,
+            allow_patterns=_below(place.path, wanted_files(content, variant)),
+            ignore_patterns=list(PICKLES),
         )
+        return _found(Path(snapshot), place, content)
     except errors.GatedRepoError:
         problem = "asks for its terms to be accepted: do so on its page and set HF_TOKEN"
     except errors.RevisionNotFoundError:
         problem = f"has no revision {revision}: correct what follows the @"
+        if PurePosixPath(revision or "").suffix:
+            problem += " (a file stands before it: hf://org/repo/file@revision)"
     except errors.RepositoryNotFoundError:
         problem = "does not exist, or is private: correct the name or set HF_TOKEN"
     except errors.LocalEntryNotFoundError:
@@ -97,7 +103,40 @@ def download_hub(
         problem = f"is no repository name ({error})"
     except (errors.HfHubHTTPError, OSError) as error:
         problem = f"can't be fetched ({str(error).splitlines()[0]}): try again"
-    raise ConfigurationError(f"{name} {problem}.")
+    raise ConfigurationError(f"{place.name} {problem}.")
+
+
+def _kind(content: Content) -> Literal["dataset", "model"]:
+    return "dataset" if content == "dataset" else "model"
+
+
+def _is_pickle(path: str) -> bool:
+    return any(PurePosixPath(path).match(pattern) for pattern in PICKLES)
+
+
+def _below(path: str, patterns: list[str] | None) -> list[str] | None:
+    """What to fetch of a whole repository, of a folder in it, or of one file."""
+    if not path:
+        return patterns
+    return [path, *(f"{path}/{pattern}" for pattern in patterns or ["*"])]
+
+
+def _found(snapshot: Path, place: Place, content: Content) -> Path:
+    """The file or folder that ``place`` names. Raises ConfigurationError, with what was meant."""
+    if (snapshot / place.path).exists():
+        return snapshot / place.path
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().list_repo_files(
+            place.root, revision=place.revision, repo_type=_kind(content)
+        )
+    except Exception:  # what there is instead is a comfort: the Hub may be out of reach by now
+        files = []
+    known = [file for file in files if not _is_pickle(file)]
+    folders = {str(parent) for file in known for parent in PurePosixPath(file).parents}
+    meant = suggestion(place.path, [*known, *sorted(folders - {"."})])
+    raise ConfigurationError(f"{place.name}: the repository holds no {place.path}{meant}")
 
 
 class FileSystem(Protocol):
@@ -129,18 +168,20 @@ def download_tree(
 ) -> Path:
     """Copy of the tree below ``uri`` in ``cache``, reused while names, sizes and etags are equal.
 
-    A folder of the cache is complete or absent: it is filled aside and renamed.
+    Where ``uri`` names one file, the copy of that file.
     """
     prefix = uri.partition("://")[2].strip("/")
     try:
         listing = {
-            str(PurePosixPath(name.strip("/")).relative_to(prefix)): (name, details)
+            _relative(name.strip("/"), prefix): (name, details)
             for name, details in system.find(prefix, detail=True).items()
-            if not any(PurePosixPath(name).match(pattern) for pattern in PICKLES)
+            if not _is_pickle(name)
             and (wanted is None or name.strip("/").removeprefix(f"{prefix}/") in wanted)
         }
         if not listing:
-            raise ConfigurationError(f"{uri} holds no files: correct the bucket or the prefix.")
+            raise ConfigurationError(
+                f"{uri} holds no files (pickles are never read): correct the bucket or the prefix."
+            )
         folder = cache / "buckets" / _listing_hash(uri, listing)
         if not folder.is_dir():
             _fill(system, listing, folder)
@@ -148,7 +189,14 @@ def download_tree(
         raise ConfigurationError(
             f"{uri} can't be fetched ({error}): check the name, the credentials and free space."
         ) from error
-    return folder
+    alone = [name for name, (remote, _) in listing.items() if remote.strip("/") == prefix]
+    return folder / alone[0] if alone else folder
+
+
+def _relative(name: str, prefix: str) -> str:
+    """Below the prefix; of a file that the prefix itself names, its own name."""
+    path = PurePosixPath(name)
+    return path.name if name == prefix else str(path.relative_to(prefix))
 
 
 def _listing_hash(uri: str, listing: dict[str, tuple[str, dict[str, object]]]) -> str:
@@ -162,17 +210,10 @@ def _listing_hash(uri: str, listing: dict[str, tuple[str, dict[str, object]]]) -
 def _fill(
     system: FileSystem, listing: dict[str, tuple[str, dict[str, object]]], folder: Path
 ) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
-    try:
+    with filling(folder) as aside:
         for name, (remote, _) in listing.items():
             if ".." in PurePosixPath(name).parts:
                 raise ValueError(f"a file is named {name}")
             target = aside / name
             target.parent.mkdir(parents=True, exist_ok=True)
             system.get_file(remote, str(target))
-        aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        if not folder.is_dir():  # another process may have filled it meanwhile
-            raise

@@ -41,7 +41,7 @@ def resolve_input(
     """
     place = _parse(uri)
     if place.scheme == "hf":
-        return download_hub(place.root, place.revision, content, variant)
+        return download_hub(place, content, variant)
     local = local_path(uri, mounts, claims=claims)
     if local is not None:
         return _existing(uri, local)

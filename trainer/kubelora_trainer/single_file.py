@@ -7,8 +7,6 @@ directory, where everything else finds a pipeline like any other. Nothing is eve
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from safetensors import SafetensorError, safe_open
 
-from kubelora_trainer.atomic_files import writing_to
+from kubelora_trainer.atomic_files import filling, writing_to
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.model_folder import (
     PICKLES,
@@ -85,16 +83,9 @@ def unpack(file: Path, lender: Path, cache: Path, say: Callable[[str], None]) ->
     if folder.is_dir():
         return folder
     say(f"model: {file} is unpacked to {folder}, once")
-    with writing_to(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
-        try:
-            _convert(file, header, lender, aside)
-            _note_prediction(aside, header.shapes)
-            if not folder.is_dir():  # another process may have filled it meanwhile
-                aside.rename(folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    with writing_to(folder), filling(folder) as aside:
+        _convert(file, header, lender, aside)
+        _note_prediction(aside, header.shapes)
     return folder
 
 

@@ -7,14 +7,13 @@ with captions. Unpacked folders stay in the user's cache and are used again.
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kubelora_api.dataset_spec import Columns
 from kubelora_api.nearest import did_you_mean, listed
+from kubelora_trainer.atomic_files import filling
 from kubelora_trainer.captions import METADATA
 from kubelora_trainer.downloads import cache_directory
 from kubelora_trainer.errors import ConfigurationError
@@ -56,16 +55,9 @@ def unpack_tables(place: Path, columns: Columns, cache: Path | None = None) -> P
     if target.is_dir():
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
+        with filling(target) as aside:
             for number, table in enumerate(tables):
                 _unpack(table, number, columns, aside)
-            aside.rename(target)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            if not target.is_dir():  # another run may have been first
-                raise
     except OSError as error:
         raise ConfigurationError(
             f"the tables in {place} can't be unpacked to {target}: {error.strerror}; free some "
