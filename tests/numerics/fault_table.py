@@ -171,6 +171,30 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        6,
+        "second moment in 8 bits, all but one in 256 gradients drop",
+        "OptimizerStuck",
+        # 0.99^-n * (1 - 0.99^(8 + n)) / (1 - 0.99^8) = 4 for n = 21, and five steps for the median:
+        # what should fall by 1 % a step rises with its scale instead, which is still filling up.
+        34,
+        run_with(
+            broken.outliers(100.0, dropped=1e-3, from_step=8),
+            adapter={"rank": 64},  # smaller factors stay in fp32
+            training={"steps": 36, "optimizer": {"name": "adamw8bit", "beta2": 0.99}},
+        ),
+    ),
+    Fault(
+        6,
+        "second moment in 8 bits, one in 256 gradients is 10,000 times the rest",
+        "OptimizerStuck",
+        9,
+        run_with(
+            broken.outliers(1e4),
+            adapter={"rank": 64},
+            training={"optimizer": {"name": "adamw8bit"}},
+        ),
+    ),
+    Fault(
         7,
         "fp16 backward pass without a scaler",
         "GradientUnderflow",

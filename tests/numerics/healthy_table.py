@@ -109,6 +109,12 @@ HEALTHY: tuple[Healthy, ...] = (
             ("prodigy", {"learningRate": 1.0, "steps": 24}),
         )
     ),
+    vary(
+        "adamw8bit, all gradients drop to a thousandth",
+        injections.scaled_loss(1e-3, from_step=8),
+        adapter={"rank": 64},
+        training={"optimizer": {"name": "adamw8bit"}, "steps": 24},
+    ),
     vary("moving average", training={"ema": {"enabled": True}}),
     vary("LoRA+, ratio 16", training={"loraPlusRatio": 16.0}),
     vary("rates by factor", training={"learningRates": {"mid_block.*": 1e-5}}),

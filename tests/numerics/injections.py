@@ -177,6 +177,28 @@ def second_moment_in(dtype: torch.dtype) -> Injection:
     return inject
 
 
+def outliers(factor: float, dropped: float = 1.0, from_step: int = 1) -> Injection:
+    """One element of each 256 has ``factor`` times its gradient, as the optimizer gets it.
+
+    From ``from_step`` on all others have ``dropped`` times theirs.
+    """
+
+    def inject(parts: Parts) -> Parts:
+        gradient = parts.buffers.gradient
+        largest = torch.zeros(parts.buffers.numel, dtype=torch.bool, device=gradient.device)
+        for slot in parts.buffers.slots:
+            largest[slot.start : slot.stop : 256] = True
+        begun = torch.where(largest, factor, 1.0)
+        later = torch.where(largest, factor, dropped)
+
+        def before(optimizer: WrappedOptimizer) -> None:
+            gradient[: len(begun)].mul_(later if optimizer.steps + 1 >= from_step else begun)
+
+        return replace(parts, optimizer=WrappedOptimizer(parts, before=before))
+
+    return inject
+
+
 class WrappedOptimizer:
     """The real optimizer, with something done to its step."""
 
@@ -184,14 +206,15 @@ class WrappedOptimizer:
         self,
         parts: Parts,
         *,
-        rate: Callable[[float], float] = lambda rate: rate,
+        before: Callable[["WrappedOptimizer"], None] = lambda optimizer: None,
         after: Callable[["WrappedOptimizer"], None] = lambda optimizer: None,
     ) -> None:
-        self._real, self._rate, self._after = parts.optimizer, rate, after
+        self._real, self._before, self._after = parts.optimizer, before, after
         self.steps = 0
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
-        self._real.step(self._rate(learning_rate), non_finite)
+        self._before(self)
+        self._real.step(learning_rate, non_finite)
         self.steps += 1
         self._after(self)
 

@@ -168,7 +168,9 @@ class Memory:
         second: list[float] | None = None,
         damping: Damping | None = None,
         dtype: torch.dtype = FP32,
+        shadow_decay: float | None = None,
     ) -> None:
+        self.shadow_decay = shadow_decay
         self.first_moment = None if first is None else torch.tensor(first, dtype=dtype)
         self.second_moment = None if second is None else torch.tensor(second, dtype=dtype)
         self.damping = damping

@@ -8,6 +8,7 @@ host waits for the device once per optimizer step (the fused AdamW alone decides
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from kubelora_api.schema import JsonObject
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint_part import check_like
+from kubelora_trainer.eight_bits import EightBitMoment
+from kubelora_trainer.sampling import Elements
 from kubelora_trainer.update_probe import Damping
 
 
@@ -24,7 +27,8 @@ class LibraryState:
 
     group: numbers of the parameter groups that change from step to step. constants: tensors that
     never change. first, second: names of the moments, where they are kept element by element in
-    fp32. damping: how the step uses the second moment, from a parameter group. text: for people.
+    fp32. damping: how the step uses the second moment, from a parameter group and the steps done.
+    text: for people.
     """
 
     text: str
@@ -32,13 +36,14 @@ class LibraryState:
     constants: frozenset[str] = field(default_factory=frozenset)
     first: str | None = None
     second: str | None = None
-    damping: Callable[[Mapping[str, float]], Damping] | None = None
+    damping: Callable[[Mapping[str, Any], int], Damping] | None = None
 
 
 class LibraryOptimizer:
     """``library`` over the masters of ``buffers``; see `AdapterOptimizer`.
 
     library: made over the groups of `rate_groups`. state_bytes: memory of its whole state.
+    eight_bits: its second moments, where they are kept so.
     """
 
     def __init__(
@@ -47,8 +52,10 @@ class LibraryOptimizer:
         library: torch.optim.Optimizer,
         state: LibraryState,
         state_bytes: int,
+        eight_bits: EightBitMoment | None = None,
     ) -> None:
         self._buffers, self._library, self._state = buffers, library, state
+        self._eight_bits = eight_bits
         self.state_text, self.state_bytes = state.text, state_bytes
         self._moments: dict[str, Tensor] = {
             name: torch.zeros(buffers.numel, dtype=torch.float32, device=buffers.masters.device)
@@ -63,9 +70,14 @@ class LibraryOptimizer:
         return self._moments.get(self._state.first or "")
 
     @property
-    def second_moment(self) -> Tensor | None:
-        """Mean of squared gradients, flat; None where it is factored or in 8 bits."""
-        return self._moments.get(self._state.second or "")
+    def second_moment(self) -> Elements | None:
+        """Mean of squared gradients, flat; None where there is none, or a factored one."""
+        return self._eight_bits or self._moments.get(self._state.second or "")
+
+    @property
+    def shadow_decay(self) -> float | None:
+        """beta2 where second moments are in 8 bits."""
+        return self._eight_bits.decay if self._eight_bits else None
 
     @property
     def own_rate(self) -> float:
@@ -76,7 +88,10 @@ class LibraryOptimizer:
     def damping(self) -> Damping | None:
         """How the second moment is used; None where the step has another form."""
         damping = self._state.damping
-        return damping(self._library.param_groups[0]) if damping else None
+        if damping is None:
+            return None
+        first = self._library.state.get(self._buffers.master_parameters[0], {})
+        return damping(self._library.param_groups[0], int(first.get("step", 0)))
 
     @property
     def steps_done(self) -> int:
@@ -157,6 +172,9 @@ class LibraryOptimizer:
 
     def _adopt_moments(self) -> None:
         """Make the moments views of the flat buffers, once the library has made them."""
+        if self._eight_bits:
+            masters = self._buffers.master_parameters
+            self._eight_bits.adopt([self._library.state[master] for master in masters])
         for name, flat in self._moments.items():
             for slot, master in zip(
                 self._buffers.slots, self._buffers.master_parameters, strict=True

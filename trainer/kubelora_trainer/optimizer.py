@@ -16,6 +16,7 @@ from kubelora_api.training_spec import Optimizer as OptimizerSpec
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint_part import check_like
 from kubelora_trainer.precision import NAMES
+from kubelora_trainer.sampling import Elements
 from kubelora_trainer.update_probe import Damping
 
 
@@ -27,8 +28,12 @@ class AdapterOptimizer(Protocol):
         """Momentum, flat like the masters; None where the optimizer keeps none in that form."""
 
     @property
-    def second_moment(self) -> Tensor | None:
+    def second_moment(self) -> Elements | None:
         """Mean of squared gradients, flat like the masters; None where it is not kept so."""
+
+    @property
+    def shadow_decay(self) -> float | None:
+        """beta2 where second moments share a scale, and must be followed in fp32; else None."""
 
     @property
     def own_rate(self) -> float:
@@ -81,6 +86,7 @@ class FlatAdamW:
     """
 
     own_rate = 1.0
+    shadow_decay = None
 
     def __init__(
         self, buffers: AdapterBuffers, spec: OptimizerSpec, scales: Sequence[float] | None = None

@@ -17,16 +17,13 @@ import torch
 
 from kubelora_api.training_spec import Optimizer, OptimizerName, Training
 from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.eight_bits import BLOCK_8BIT, SMALLEST_8BIT, EightBitMoment
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.library_optimizer import LibraryOptimizer, LibraryState
 from kubelora_trainer.optimizer import AdapterOptimizer, FlatAdamW, rate_groups
 from kubelora_trainer.update_probe import Damping
 
 Groups = list[dict[str, object]]
-BLOCK_8BIT = 256
-"""Elements that share one fp32 scale in bitsandbytes' state."""
-SMALLEST_8BIT = 4096
-"""Factors with fewer elements than this stay in fp32, as in bitsandbytes."""
 USUAL_PRODIGY_RATES = (0.1, 10.0)
 
 
@@ -55,21 +52,32 @@ def rate_warning(training: Training) -> str | None:
 
 
 def _adamw8bit(buffers: AdapterBuffers, spec: Optimizer, groups: Groups) -> AdapterOptimizer:
+    beta2, eps = _or(spec.beta2, 0.999), _or(spec.eps, 1e-8)
     library = _library("bitsandbytes.optim", "adamw8bit").AdamW8bit(
         groups,
         lr=0.0,
-        betas=(_or(spec.beta1, 0.9), _or(spec.beta2, 0.999)),
-        eps=_or(spec.eps, 1e-8),
+        betas=(_or(spec.beta1, 0.9), beta2),
+        eps=eps,
         weight_decay=_or(spec.weight_decay, 0.01),
         min_8bit_size=SMALLEST_8BIT,
     )
     _make_state(library)
-    state = LibraryState("8 bit", constants=frozenset({"qmap1", "qmap2"}))
+    state = LibraryState(
+        "8 bit",
+        constants=frozenset({"qmap1", "qmap2"}),
+        damping=lambda group, steps: Damping(eps, correction=1 - beta2**steps),
+    )
 
     def cost(count: int) -> int:
         return 8 * count if count < SMALLEST_8BIT else 2 * count + 8 * -(-count // BLOCK_8BIT)
 
-    return LibraryOptimizer(buffers, library, state, _bytes(buffers, lambda s: cost(prod(s))))
+    return LibraryOptimizer(
+        buffers,
+        library,
+        state,
+        _bytes(buffers, lambda s: cost(prod(s))),
+        EightBitMoment(buffers.slots, beta2, buffers.masters.device),
+    )
 
 
 def _lion(buffers: AdapterBuffers, spec: Optimizer, groups: Groups) -> AdapterOptimizer:
@@ -127,7 +135,7 @@ def _prodigy(buffers: AdapterBuffers, spec: Optimizer, groups: Groups) -> Adapte
         first=first,
         second="exp_avg_sq",
         # Its moments are of gradients times d, and so is its eps; the rate carries the correction.
-        damping=lambda group: Damping(eps=group["d"] * group["eps"], correction=1.0),
+        damping=lambda group, steps: Damping(eps=group["d"] * group["eps"], correction=1.0),
     )
     copies = 4 if first else 3  # moments, the first weights, the sum behind the estimate
     cost = copies * buffers.masters.itemsize

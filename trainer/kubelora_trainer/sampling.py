@@ -6,6 +6,7 @@ factor with row widths, so the sample walks over all columns.
 
 from collections.abc import Sequence
 from math import gcd
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ SAMPLES_PER_GROUP = 4_096
 """A ratio of 5 % is then known to 0.35 %."""
 _FACTORS_OF_WIDTHS = 2 * 3 * 5 * 7 * 11
 """Widths of SDXL's layers (320 to 10240, 2816) have no other prime factors."""
+
+
+class Elements(Protocol):
+    """What elements can be taken from by their position: a flat tensor, or what stands for one."""
+
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        """Those at ``index`` along dimension 0."""
 
 
 class GroupSample:
@@ -40,7 +48,7 @@ class GroupSample:
         self.weight = (torch.arange(width) < counts).double().to(device)
         self._counts = counts[:, 0].double().to(device)
 
-    def take(self, flat: Tensor) -> Tensor:
+    def take(self, flat: Elements) -> Tensor:
         """The sampled elements of ``flat``, (groups, samples), in its type."""
         return flat.index_select(0, self._flat_index).view_as(self.index)
 

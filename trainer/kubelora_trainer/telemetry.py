@@ -156,8 +156,8 @@ class GradientTelemetry:
         )
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What is known of the unfinished window."""
-        return self._accumulation.tensors()
+        """What is known of the unfinished window, and of second moments in 8 bits."""
+        return {**self._accumulation.tensors(), **self._updates.tensors()}
 
     def scalars(self) -> JsonObject:
         """Counts, and the micro-step that comes next."""
@@ -171,6 +171,7 @@ class GradientTelemetry:
         """Take over what was saved. Raises ValueError where it can't fit."""
         check_like(self.tensors(), tensors)
         self._accumulation.load(tensors)
+        self._updates.load(tensors)
         self._dead.load(scalars["dead"])
         self._passes.go_on_from(scalars["passes"])
         self._next = scalars["next"]

@@ -2,9 +2,14 @@
 
 Compares sampled elements before and after the step. Optimizers differ in what they remember; each
 number that an optimizer has no base for is NaN.
+
+A second moment that is kept by itself, in fp32 or less, shows in one step whether it moves. One in
+8 bits does not: it moves with the scale that it shares with 255 others, and by whole codes of 0.7 %
+to 7 % where a step asks for 0.1 %. So the sampled ones are followed in fp32 beside it, and what is
+told is how many are far from that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,12 +17,17 @@ import torch
 from torch import Tensor
 
 from kubelora_trainer.buffers import AdapterBuffers
-from kubelora_trainer.sampling import GroupSample, SlotSums
+from kubelora_trainer.sampling import Elements, GroupSample, SlotSums
 
 SAME_SQUARE = 0.1
 """Within this share a squared gradient is as large as its running mean, which then need not move.
 Farther apart, a mean with beta2 up to 0.99999 moves by 1e-6 at least: 16 units in fp32's last
 place."""
+
+
+FAR = 4.0
+"""A second moment in 8 bits that is off by more than this factor does not follow: it makes a step
+wrong by its root, twice as long or half. docs/numerics.md tells how far rounding alone goes."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +44,7 @@ class Damping:
 class Moments(Protocol):
     """What the telemetry looks at in an optimizer: flat tensors laid out like the masters.
 
-    Asked anew in every step, before and after it, so a quantised state may be dequantised on
-    demand. None where the optimizer has no such thing.
+    Asked anew in every step, before and after it. None where the optimizer has no such thing.
     """
 
     @property
@@ -43,8 +52,12 @@ class Moments(Protocol):
         """Running mean of gradients."""
 
     @property
-    def second_moment(self) -> Tensor | None:
+    def second_moment(self) -> Elements | None:
         """Running mean of squared gradients, element by element."""
+
+    @property
+    def shadow_decay(self) -> float | None:
+        """beta2 where second moments share a scale, and must be followed in fp32; else None."""
 
     @property
     def damping(self) -> Damping | None:
@@ -59,7 +72,8 @@ class UpdateProbe:
     scale (groups), slot_scale (slots): root mean square of the change, divided by the slot's
     rate scale and not yet by the rate.
     stuck (groups): share of second moments that kept their bits, of those whose squared gradient
-    is another. damping (groups): mean of sqrt(v̂) / (sqrt(v̂) + eps) over those that are not 0.
+    is another; where they share a scale, of those off by more than ``FAR``.
+    damping (groups): mean of sqrt(v̂) / (sqrt(v̂) + eps) over those that are not 0.
     """
 
     def __init__(
@@ -80,6 +94,8 @@ class UpdateProbe:
         self.slot_scale = self._unknown.new_full((len(buffers.slots),), torch.nan)
         self._weights: Tensor | None = None
         self._second: Tensor | None = None
+        shape = (0, 0) if moments.shadow_decay is None else sample.index.shape
+        self._shadow = torch.zeros(shape, dtype=torch.float32, device=buffers.masters.device)
 
     def before(self) -> None:
         """Right before the optimizer step."""
@@ -104,11 +120,26 @@ class UpdateProbe:
         second = self._taken(self._moments.second_moment)
         if second is not None and second_before is not None:
             gradient = self._sample.take(self._buffers.optimizer_gradient)
-            self.stuck = stuck_ratio(self._sample, second_before, second, gradient)
+            if (decay := self._moments.shadow_decay) is None:
+                self.stuck = stuck_ratio(self._sample, second_before, second, gradient)
+            else:
+                moved = (second != second_before).any()  # else the step was left out
+                mean = decay * self._shadow + (1 - decay) * gradient.float().square()
+                self._shadow = torch.where(moved, mean, self._shadow)
+                self.stuck = far_ratio(self._sample, second, self._shadow)
             if (damping := self._moments.damping) is not None:
                 self.damping = damping_ratio(self._sample, second, damping)
 
-    def _taken(self, flat: Tensor | None) -> Tensor | None:
+    def tensors(self) -> dict[str, Tensor]:
+        """What second moments should be, for a checkpoint; nothing where they need no shadow."""
+        return {"second_moment": self._shadow} if self._shadow.numel() else {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what ``tensors`` gave."""
+        if self._shadow.numel():
+            self._shadow = tensors["second_moment"].to(self._shadow.device)
+
+    def _taken(self, flat: Elements | None) -> Tensor | None:
         return None if flat is None else self._sample.take(flat)
 
 
@@ -122,6 +153,15 @@ def stuck_ratio(sample: GroupSample, before: Tensor, after: Tensor, gradient: Te
     mean, square = before.double(), gradient.double().square()
     differs = (square - mean).abs() > SAME_SQUARE * torch.maximum(square, mean)
     return sample.share(differs.double(), after == before)
+
+
+def far_ratio(sample: GroupSample, found: Tensor, exact: Tensor) -> Tensor:
+    """Share of ``found`` that ``exact`` is more than ``FAR`` times away from, fp64 (groups).
+
+    NaN where there is nothing but zeros.
+    """
+    far = (found > FAR * exact) | (found < exact / FAR)
+    return sample.share(((exact != 0) | (found != 0)).double(), far)
 
 
 def damping_ratio(sample: GroupSample, second: Tensor, damping: Damping) -> Tensor:
