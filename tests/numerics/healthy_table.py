@@ -59,6 +59,15 @@ HEALTHY: tuple[Healthy, ...] = (
     vary("warm-up from rate 0", training={"schedule": {"name": "constant", "warmupSteps": 4}}),
     vary("cosine to rate 0", training={"schedule": {"name": "cosine"}, "steps": 20}),
     vary(
+        "rate 1e-6, a warm-up of 500 steps",
+        training={"learningRate": 1e-6, "schedule": {"name": "constant", "warmupSteps": 500}},
+    ),
+    vary(
+        "fp16 compute, rate 1e-5, a warm-up of 1000 steps",
+        precision={"compute": "fp16"},
+        training={"learningRate": 1e-5, "schedule": {"name": "constant", "warmupSteps": 1000}},
+    ),
+    vary(
         "cosine with warm-up",
         training={"schedule": {"name": "cosine", "warmupSteps": 3}, "steps": 20},
     ),
@@ -128,6 +137,11 @@ HEALTHY: tuple[Healthy, ...] = (
     vary("orthogonal A", adapter={"init": "orthogonal"}),
     vary("gaussian A", adapter={"init": "gaussian"}),
     vary("dropout", adapter={"dropout": 0.1}),
+    vary(
+        "dropout in layers that read one vector, accumulation 1",
+        adapter={"dropout": 0.3, "targets": "all_linear"},
+        training={"gradientAccumulation": 1},
+    ),
     vary("feed-forward layers too", adapter={"targets": "attention+feed_forward"}),
     vary("all linear layers", adapter={"targets": "all_linear"}),
     vary("convolutions", adapter={"targets": "all"}),

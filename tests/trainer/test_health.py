@@ -22,7 +22,7 @@ WELL = GroupNumbers(
 )
 
 
-FACTS = RunFacts("bf16", 1.0, 1e-4, 1000, False, (FactorFacts("down.lora_A", 100, False),))
+FACTS = RunFacts("bf16", 1.0, 1e-4, 1000, 0.0, (FactorFacts("down.lora_A", 100, False),))
 
 
 def observe(state: WatchState, step: StepNumbers) -> WatchState:

@@ -106,7 +106,7 @@ def _numbers(loss: float, scale: float, nonfinite: int = 3) -> StepNumbers:
     )
 
 
-FACTS = RunFacts("fp16", 1.0, 1e-3, 100, False, (FactorFacts("down.lora_A", 1, False),))
+FACTS = RunFacts("fp16", 1.0, 1e-3, 100, 0.0, (FactorFacts("down.lora_A", 1, False),))
 
 
 @pytest.mark.parametrize(

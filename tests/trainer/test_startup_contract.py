@@ -27,7 +27,9 @@ def numbers(
 ) -> StepNumbers:
     group = GroupNumbers(1.0, 1.0, 0.0, nonfinite, 0.0, 0.0, 0.0)
     total = sum(n * n for n in norms) ** 0.5
-    return StepNumbers(7, rate, loss, 1, total, {"down.lora_A": group}, norms, norms)
+    return StepNumbers(
+        7, rate, loss, 1, total, {"down.lora_A": group}, norms, norms, step_size=rate
+    )
 
 
 def buffers_of(factors: list[Factor]) -> AdapterBuffers:
@@ -95,6 +97,17 @@ def test_lora_a_must_have_a_gradient_in_the_second() -> None:
     broken.observe(numbers([0.0, 1.0, 0.0, 1.0]))
     with pytest.raises(NumericalError, match=r"down_blocks\.0\.to_q: the gradient of lora_A"):
         broken.observe(numbers([0.0, 1.0, 1.0, 1.0]))
+
+
+def test_lora_a_is_waited_for_while_fp16_rounds_lora_b_to_zero() -> None:
+    # The first step of a warm-up to 1e-5 over 1000 steps moves lora_B by 1e-8, which is 0 in fp16.
+    slots = buffers_of(tiny_factors()).slots
+    first = FirstGradients(slots, moved_before=0, compute=torch.float16)
+    for step in range(1, 110):  # 5.995e-5 in all; fp16's smallest normal number is 6.104e-5
+        first.observe(numbers([0.0, 1.0, 0.0, 1.0], rate=1e-8 * step))
+    first.observe(numbers([0.0, 1.0, 0.0, 1.0], rate=1.10e-6))
+    with pytest.raises(NumericalError, match=r"down_blocks\.0\.to_q, up.*gradient of lora_A"):
+        first.observe(numbers([0.0, 1.0, 0.0, 1.0], rate=1.11e-6))
 
 
 def test_a_window_whose_every_weight_is_0_is_not_judged() -> None:

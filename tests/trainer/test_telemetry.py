@@ -145,6 +145,7 @@ def test_adams_first_step_has_an_update_scale_of_one(scale: float) -> None:
     group = numbers.groups["down.lora_A"]
     assert group.update_scale == pytest.approx(1.0, rel=1e-6)
     assert numbers.factor_update_scale[0] == pytest.approx(1.0, rel=1e-6)
+    assert group.update_rms == pytest.approx(2e-3 * scale, rel=1e-6)  # the weights' own change
     assert group.optimizer_stuck_ratio == 0.0
     # sqrt(v̂) = |g| after one step, so g / (g + 1e-8) is next to 1.
     assert group.adam_eps_damping_ratio == pytest.approx(1.0, rel=1e-6)

@@ -66,6 +66,32 @@ def test_one_gradient_in_between_begins_the_count_anew() -> None:
     assert counts(dead, 9, [0.0, 1.0, 1.0, 1.0]) == [0] * 9
 
 
+def test_fp16_gives_lora_b_the_time_that_a_long_warm_up_needs_to_leave_zero() -> None:
+    # fp16 rounds what is below 3e-8 to 0. Steps of 1e-6 sum up to its smallest normal number,
+    # 6.1e-5, with the 62nd; ten silent steps after it make a dead module.
+    dead = DeadModules(slots_of_two_modules().slots, torch.float16)
+    assert not dead.waiting
+    assert counts(dead, 62 + 9, [0.0, 1.0, 0.0, 1.0], rate=1e-6) == [0] * 71
+    assert not dead.waiting
+    assert counts(dead, 1, [0.0, 1.0, 0.0, 1.0], rate=1e-6) == [2]
+
+
+def test_lora_b_is_waited_for_while_it_moves_and_across_a_checkpoint() -> None:
+    dead = DeadModules(slots_of_two_modules().slots, torch.float16)
+    dead.observe([0.0, 1.0, 0.0, 1.0], 1e-6)
+    again = DeadModules(slots_of_two_modules().slots, torch.float16)
+    again.load(dead.to_json())
+    assert again.waiting
+    again.observe([0.0, 1.0, 0.0, 1.0], 1e-4)
+    assert not again.waiting
+
+
+def test_a_checkpoint_that_knows_only_that_weights_moved_is_not_waited_for() -> None:
+    dead = DeadModules(slots_of_two_modules().slots, torch.float16)
+    dead.load({"silent": [0, 0, 0, 0], "moved": True})
+    assert not dead.waiting
+
+
 def test_nothing_is_dead_before_a_step_could_move_lora_b() -> None:
     dead = DeadModules(slots_of_two_modules().slots)
     assert counts(dead, 30, [0.0, 1.0, 0.0, 1.0], rate=0.0) == [0] * 30

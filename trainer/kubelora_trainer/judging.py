@@ -13,11 +13,12 @@ from typing import Final
 from kubelora_api import thresholds
 from kubelora_api.thresholds import ACCUMULATION_ERROR_LAW, Threshold
 from kubelora_api.training_spec import Training
+from kubelora_trainer.balance import DOWN
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.precision import NAMES
 from kubelora_trainer.step_numbers import GROUP_FIELDS, STEP_FIELDS, StepNumbers
 
-REFERENCE_LOSSES = 10
+REFERENCE_LOSSES = 25
 """First losses that later ones are compared with."""
 SETTLED_STEPS = 5
 """Steps before a resume that the first ones after it are compared with."""
@@ -25,6 +26,10 @@ RESUMED_STEPS = 3
 """First steps after a resume that are judged together."""
 JUDGED_SHARE = 0.9
 """Share of a run in which a rate of 0 is a fault; decays end in the rest."""
+LEAST_ROWS = 4
+"""Rows of input that a layer of attention gets from a sample: 2 x 2 positions of 64 pixels."""
+DROPPED_COLUMNS = 1e-3
+"""Share of columns without any input, by dropout, up to which zeros are judged."""
 EMBEDDINGS = "embed."
 """Begin of the groups whose inputs hold exact zeros: sines and cosines of sizes and time."""
 
@@ -34,26 +39,31 @@ Values = Mapping[str | None, float]
 
 @dataclass(frozen=True)
 class FactorFacts:
-    """One factor of the adapter. reads_text: whether its layer's input is the caption."""
+    """One factor of the adapter.
+
+    reads_text: whether its layer's input is the caption. rows: of input, that a sample brings at
+    least.
+    """
 
     group: str
     numel: int
     reads_text: bool
+    rows: int = LEAST_ROWS
 
 
 @dataclass(frozen=True)
 class RunFacts:
     """What does not change during a run.
 
-    compute: type of the passes. finds_rate: whether the optimizer multiplies the rate by a number
-    of its own (Prodigy), so that a step's size is not known. factors: in slot order.
+    compute: type of the passes. dropout: share of the adapter's inputs that is set to 0. factors:
+    in slot order.
     """
 
     compute: str
     max_grad_norm: float
     peak_rate: float
     total_steps: int
-    finds_rate: bool
+    dropout: float
     factors: tuple[FactorFacts, ...]
 
 
@@ -72,13 +82,16 @@ class Memory:
     since: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
 
 
-def facts_of(training: Training, buffers: AdapterBuffers, total_steps: int) -> RunFacts:
-    """The facts of a run."""
+def facts_of(
+    training: Training, buffers: AdapterBuffers, total_steps: int, dropout: float = 0.0
+) -> RunFacts:
+    """The facts of a run. dropout: ``adapter.dropout``."""
     factors = tuple(
         FactorFacts(
             slot.factor.group,
             math.prod(slot.shape),
             ".attn2." in f".{slot.factor.module}.",
+            1 if slot.factor.module.endswith("time_emb_proj") else LEAST_ROWS,
         )
         for slot in buffers.slots
     )
@@ -87,7 +100,7 @@ def facts_of(training: Training, buffers: AdapterBuffers, total_steps: int) -> R
         max_grad_norm=training.max_grad_norm,
         peak_rate=training.peak_rate,
         total_steps=total_steps,
-        finds_rate=training.optimizer.name == "prodigy",
+        dropout=dropout,
         factors=factors,
     )
 
@@ -145,12 +158,18 @@ def _accumulation_error(numbers: StepNumbers, facts: RunFacts, memory: Memory) -
 def _zeros_of_live_modules(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
     sizes = dict.fromkeys(numbers.groups, 0)
     dead = dict.fromkeys(numbers.groups, 0)
+    dropped = set()
     for factor, norm in zip(facts.factors, numbers.factor_norms, strict=True):
         sizes[factor.group] += factor.numel
         dead[factor.group] += factor.numel if norm == 0 else 0
+        # A column of lora_A whose input was dropped in every row has no gradient.
+        if facts.dropout ** (factor.rows * numbers.samples) > DROPPED_COLUMNS:
+            dropped.add(factor.group)
     return {
         group: (n.grad_zero_ratio * sizes[group] - dead[group]) / (sizes[group] - dead[group])
-        if sizes[group] > dead[group] and not group.startswith(EMBEDDINGS)
+        if sizes[group] > dead[group]
+        and not group.startswith(EMBEDDINGS)
+        and not (group in dropped and group.endswith(DOWN))
         else math.nan
         for group, n in numbers.groups.items()
     }
@@ -189,9 +208,7 @@ def _loss_ratio(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values
 
 
 def _change(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
-    if facts.finds_rate:
-        return {None: math.nan}
-    return {g: n.update_scale * numbers.learning_rate for g, n in numbers.groups.items()}
+    return {g: n.update_rms for g, n in numbers.groups.items()}
 
 
 def _clipping(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kubelora_trainer.balance import Pair, balance, pooled
+from kubelora_trainer.balance import DOWN, Pair, balance, pooled
 from kubelora_trainer.buffers import AdapterBuffers, Slot
 from kubelora_trainer.category_losses import CategorySums
 from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
@@ -84,7 +84,7 @@ class PendingNumbers:
     def read(self) -> StepNumbers:
         """The numbers; waits for the copy where it has not arrived."""
         found, facts, slots = self.copy.read(), self.facts, self.buffers.slots
-        norms = found["norm"]
+        norms, waiting = found["norm"], self.dead.waiting
         off_and_size = list(zip(found["pairs"][::2], found["pairs"][1::2], strict=True))
         (clipped,), (loss,), (divergence,), (loss_scale,) = (
             found[name] for name in ("clipped_norm", "loss_sum", "rank_divergence", "loss_scale")
@@ -92,10 +92,13 @@ class PendingNumbers:
         return StepNumbers(
             step=facts.step,
             learning_rate=facts.learning_rate,
+            step_size=facts.step_size,
             loss=loss / facts.samples,
             samples=facts.samples,
             grad_norm=math.sqrt(sum(n**2 for n in norms)),
-            groups=self._groups(found, pooled(self.pairs, off_and_size)),
+            groups=self._groups(
+                found, {} if waiting else pooled(self.pairs, off_and_size), waiting
+            ),
             factor_norms=norms,
             factor_absmax=found["absmax"],
             factor_balance=_by_slot(slots, self.pairs, off_and_size),
@@ -106,7 +109,7 @@ class PendingNumbers:
             clipped_norm=clipped,
             backward_passes=self.host.backward_passes,
             micro_steps=self.host.micro_steps,
-            dead_modules=self.dead.observe(norms, facts.learning_rate),
+            dead_modules=self.dead.observe(norms, facts.step_size),
             rank_divergence=divergence,
             loss_scale=loss_scale,
             broken_ranks=facts.broken_ranks,
@@ -115,9 +118,16 @@ class PendingNumbers:
         )
 
     def _groups(
-        self, found: Mapping[str, Sequence[float]], balances: Mapping[str, float]
+        self,
+        found: Mapping[str, Sequence[float]],
+        balances: Mapping[str, float],
+        waiting: bool,
     ) -> dict[str, GroupNumbers]:
-        """An optimizer leaves a gradient that is not finite alone: its step is not judged."""
+        """An optimizer leaves a gradient that is not finite alone: its step is not judged.
+
+        waiting: lora_B may still be 0 in the passes, or next to it, which makes lora_A's gradient
+        0, or a few of the type's smallest numbers.
+        """
         moved = all(math.isfinite(norm) for norm in found["norm"])
         judged = moved and self.facts.judge_updates
         by_group: dict[str, GroupNumbers] = {}
@@ -128,12 +138,13 @@ class PendingNumbers:
             by_group[group.name] = GroupNumbers(
                 grad_norm=math.sqrt(sum(norm**2 for norm in found["norm"][here])),
                 grad_absmax=_largest(found["absmax"][here]),
-                grad_zero_ratio=zeros / size,
+                grad_zero_ratio=math.nan if waiting and group.name.endswith(DOWN) else zeros / size,
                 grad_nonfinite=int(nonfinite),
                 grad_underflow_ratio=underflows / (size - zeros) if size > zeros else 0.0,
                 absorbed_ratio=found["absorbed"][index],
                 update_lost_ratio=found["lost"][index] if judged else math.nan,
                 accumulation_error_ratio=found["error"][index],
+                update_rms=found["change"][index],
                 update_scale=_over_rate(found["scale"][index], self.facts.step_size),
                 optimizer_stuck_ratio=found["stuck"][index] if moved else math.nan,
                 adam_eps_damping_ratio=found["damping"][index],

@@ -16,6 +16,7 @@ from kubelora_trainer.optimizer import AdapterOptimizer
 from kubelora_trainer.precision import NAMES
 from kubelora_trainer.roll_call import ranks_named
 from kubelora_trainer.step_numbers import StepNumbers
+from kubelora_trainer.window_counts import least_travel
 
 
 def check_dtypes(buffers: AdapterBuffers, optimizer: AdapterOptimizer) -> str:
@@ -105,21 +106,30 @@ class FirstGradients:
 
     lora_B in the first step that moves anything; lora_A, whose gradient is a product with lora_B,
     in the next such step. A step moves something when its learning rate is above 0, no scaler
-    skipped it, and its window has a loss: masks and min-SNR weights may be 0 for all of it.
+    skipped it, and its window has a loss: masks and min-SNR weights may be 0 for all of it. Tiny
+    steps must sum up first until lora_B is not 0 in the type of the passes either (`least_travel`).
     """
 
-    def __init__(self, slots: Sequence[Slot], moved_before: int) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], moved_before: int, compute: torch.dtype = torch.bfloat16
+    ) -> None:
+        """moved_before: such steps that an earlier attempt made. compute: type of the passes."""
         self._slots = slots
         self._moved = moved_before
+        self._least, self._travelled = least_travel(compute), 0.0
 
     def rewind(self, moved: int) -> None:
         """Training goes on from a point where ``moved`` steps have moved something."""
-        self._moved = moved
+        self._moved, self._travelled = moved, 0.0
 
     def observe(self, numbers: StepNumbers) -> None:
         """Judge one step. Raises NumericalError naming the modules without a gradient."""
         idle = numbers.learning_rate <= 0 or numbers.loss == 0.0 or numbers.skipped
         if idle or self._moved >= 2:
+            return
+        waiting = self._moved == 1 and self._travelled < self._least
+        self._travelled += numbers.step_size
+        if waiting:
             return
         factor = "lora_B" if self._moved == 0 else "lora_A"
         self._moved += 1

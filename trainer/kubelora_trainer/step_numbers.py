@@ -21,11 +21,13 @@ class GroupNumbers:
 
     NaN stands for what was not measured, or could not be judged in this step.
 
-    update_lost_ratio: NaN where the step was not meant to move anything.
-    accumulation_error_ratio: NaN for an fp32 accumulator. update_scale: rms(change) / rate, NaN at
-    rate 0. optimizer_stuck_ratio, adam_eps_damping_ratio: NaN without second moments.
+    grad_zero_ratio: NaN for lora_A while lora_B may be 0 in the passes though its masters moved
+    (fp16). update_lost_ratio: NaN where the step was not meant to move anything.
+    accumulation_error_ratio: NaN for an fp32 accumulator. update_rms: rms(change). update_scale:
+    rms(change / own rate), NaN at rate 0. optimizer_stuck_ratio, adam_eps_damping_ratio: NaN
+    without second moments.
     lora_balance: of the block's pairs of factors, the same number for both its groups; NaN while
-    all products are 0.
+    all products are 0, and as for lora_A's zeros.
     """
 
     grad_norm: float
@@ -40,6 +42,7 @@ class GroupNumbers:
     optimizer_stuck_ratio: float = math.nan
     adam_eps_damping_ratio: float = math.nan
     lora_balance: float = math.nan
+    update_rms: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class CategoryLoss:
 class StepNumbers:
     """All numbers of one optimizer step.
 
-    step: optimizer steps done, this one included. loss: mean over the window's samples.
+    step: optimizer steps done, this one included. step_size: the rate times what the optimizer
+    itself multiplies it by (Prodigy). loss: mean over the window's samples.
     factor_norms, factor_absmax, factor_balance, factor_update_scale: in slot order. The balance is
     that of the factor's pair; the update scale is estimated from those elements that are sampled.
     clipped_norm: what the optimizer got; min(grad_norm, maxGradNorm) where clipping is right.
@@ -81,6 +85,7 @@ class StepNumbers:
     backward_passes: float = math.nan
     micro_steps: int = 0
     dead_modules: int = 0
+    step_size: float = 0.0
     rank_divergence: float = math.nan
     loss_scale: float = math.nan
     host_memory_peak: float = math.nan

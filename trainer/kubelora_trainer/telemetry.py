@@ -56,7 +56,7 @@ class GradientTelemetry:
         self._updates = UpdateProbe(buffers, moments, sample, rate_scales)
         self._balance = BalanceProbe(buffers, CHUNK_ELEMENTS)
         self._passes = BackwardPasses(buffers)
-        self._dead = DeadModules(buffers.slots)
+        self._dead = DeadModules(buffers.slots, buffers.plan.compute)
         self._gradient_views = [slot.of(buffers.gradient) for slot in buffers.slots]
         self._micro_steps, self._next, self._whole = 0, 0, True
         self._measured: dict[str, Tensor] = {}
@@ -136,6 +136,7 @@ class GradientTelemetry:
                 "error": self._accumulation.error,
                 "lost": self._updates.lost,
                 "scale": self._updates.scale,
+                "change": self._updates.change,
                 "stuck": self._updates.stuck,
                 "damping": self._updates.damping,
                 "slot_scale": self._updates.slot_scale,

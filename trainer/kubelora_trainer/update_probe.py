@@ -69,8 +69,8 @@ class UpdateProbe:
 
     lost (groups): share of weights that kept their bits although their momentum (their gradient,
     where the optimizer keeps no momentum in this form) is not zero.
-    scale (groups), slot_scale (slots): root mean square of the change, divided by the slot's
-    rate scale and not yet by the rate.
+    change (groups): root mean square of the change. scale (groups), slot_scale (slots): the same,
+    divided by the slot's rate scale and not yet by the rate.
     stuck (groups): share of second moments that kept their bits, of those whose squared gradient
     is another; where they share a scale, of those off by more than ``FAR``.
     damping (groups): mean of sqrt(v̂) / (sqrt(v̂) + eps) over those that are not 0.
@@ -90,7 +90,7 @@ class UpdateProbe:
         self._unknown = torch.full(
             (len(buffers.groups),), torch.nan, dtype=torch.float64, device=buffers.masters.device
         )
-        self.lost = self.scale = self.stuck = self.damping = self._unknown
+        self.lost = self.change = self.scale = self.stuck = self.damping = self._unknown
         self.slot_scale = self._unknown.new_full((len(buffers.slots),), torch.nan)
         self._weights: Tensor | None = None
         self._second: Tensor | None = None
@@ -110,8 +110,11 @@ class UpdateProbe:
             return
         now = self._sample.take(self._buffers.masters)
         change = now.double() - before.double()
-        squares = (change if self._rate_scale is None else change / self._rate_scale).square()
-        self.scale = self._sample.mean(squares).sqrt()
+        squares = change.square()
+        self.change = self.scale = self._sample.mean(squares).sqrt()
+        if self._rate_scale is not None:
+            squares = (change / self._rate_scale).square()
+            self.scale = self._sample.mean(squares).sqrt()
         self.slot_scale = (self._slots.of(squares) / self._slots.counts).sqrt()
         first = self._moments.first_moment
         # Without momentum a step follows the gradient.
