@@ -15,7 +15,14 @@ import pyarrow.parquet as pq
 from kubelora_api.names import OutputPath
 from kubelora_api.status import Finding
 from kubelora_api.thresholds import BASELINE_DEPARTURE
-from kubelora_trainer.envelope import Departure, Envelope, bins_of, envelope_of, pass_through
+from kubelora_trainer.envelope import (
+    Departure,
+    Envelope,
+    Passage,
+    bins_of,
+    envelope_of,
+    pass_through,
+)
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.health import WatchState, with_finding
 from kubelora_trainer.output import (
@@ -115,6 +122,14 @@ def hold_against(
     )
     folder.write_manifest("Running")
     return baseline
+
+
+def compared_anew(watch: WatchState, before: int | None, total: int) -> WatchState:
+    """Without what was compared so far, where progress was measured on another length.
+
+    before: steps planned when the state was saved; None if unknown.
+    """
+    return watch if before in (None, total) else replace(watch, passage=Passage())
 
 
 def open_baseline(

@@ -20,6 +20,12 @@ from kubelora_api.names import OutputPath
 from kubelora_api.status import Artifact
 from kubelora_trainer.atomic_files import write_file, writing_to
 from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.run_length import (
+    OtherLength,
+    follows_the_length,
+    other_length,
+    why_it_stays,
+)
 from kubelora_trainer.run_record import RunRecord
 from kubelora_trainer.run_settings import (
     MAY_CHANGE,
@@ -133,10 +139,16 @@ def claim_output(
         path.mkdir(parents=True, exist_ok=True)
     found = read_manifest(path)
     changed = _changed_settings(found, job)
-    if found is not None and not changed and not job.metadata.uid and not _uid_of(found):
-        run_id = found.run_id  # named by an earlier version, which knew fewer settings
+    lengthened = _other_length(found, job)
+    if found is not None and not job.metadata.uid and not _uid_of(found):
+        if lengthened and not _why_not(found, job, lengthened):
+            warn(f"{path}: run {found.run_id} goes on with another length, {lengthened}")
+            found, changed = _begun_again(found), []
+        if not changed:
+            run_id = found.run_id  # named by another length, or a version with fewer settings
     if found is None or found.run_id != run_id:
-        _make_room(path, found, changed, job.spec.output.replace_existing, warn)
+        why = _why_not(found, job, lengthened) if found and lengthened else ""
+        _make_room(path, found, changed, why, job.spec.output.replace_existing, warn)
         found = None
     if found is not None:
         _assert_resumable(path, found, changed)
@@ -162,6 +174,27 @@ def _changed_settings(found: Manifest | None, job: LoraTrainingJob) -> list[str]
     return list(changes(recorded_settings(found.job), deciding_settings(job)))
 
 
+def _other_length(found: Manifest | None, job: LoraTrainingJob) -> OtherLength | None:
+    if found is None:
+        return None
+    return other_length(recorded_settings(found.job), deciding_settings(job))
+
+
+def _why_not(found: Manifest, job: LoraTrainingJob, length: OtherLength) -> str:
+    """Why the run can't change its length; empty where it can."""
+    if follows_the_length(job.spec.training.schedule):
+        return why_it_stays(job.spec.training.schedule, job.spec.output.uri)
+    if found.state == "Done" and length.after < length.before:
+        return "It is done, and can be lengthened alone"
+    return ""
+
+
+def _begun_again(found: Manifest) -> Manifest:
+    """A run of another length is not done, and what was pushed is not its result."""
+    record = found.record.model_copy(update={"pushed": ""})
+    return found.model_copy(update={"state": "Interrupted", "record": record})
+
+
 def _uid_of(found: Manifest) -> object:
     metadata = found.job.get("metadata")
     return metadata.get("uid") if isinstance(metadata, dict) else None
@@ -181,10 +214,14 @@ def _make_room(
     path: Path,
     found: Manifest | None,
     changed: list[str],
+    why: str,
     replace: bool,
     warn: Callable[[str], None],
 ) -> None:
-    """Refuse what another run left, or clear it away when told to; other files are not ours."""
+    """Refuse what another run left, or clear it away when told to; other files are not ours.
+
+    why: what keeps the run there from going on with this job's length, if that is all that changed.
+    """
     present = sorted(name for name in own_names() if (path / name).exists())
     if not present:
         return
@@ -196,8 +233,8 @@ def _make_room(
     whose = f"run {found.run_id}'s"
     if not replace:
         settings = (
-            f" It was made with other settings: {told(changed)}. To go on with it, put them back "
-            f"({MAY_CHANGE})."
+            f" It was made with other settings: {told(changed)}.{f' {why}.' if why else ''} To go "
+            f"on with it, put them back ({MAY_CHANGE})."
             if changed
             else ""
         )

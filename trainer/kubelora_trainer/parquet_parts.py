@@ -29,7 +29,29 @@ class ParquetParts:
         self._target = folder.place(target)
         with writing_to(self._parts):
             self._parts.mkdir(exist_ok=True)
+            self._reopen(resumed_step)
         self.rewind(resumed_step)
+
+    def _reopen(self, step: int) -> None:
+        """Take a joined table apart again, for a run that goes on behind its end.
+
+        The table holds all that the parts did, so those that a kill left beside it are dropped.
+        """
+        if not self._target.exists():
+            return
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+
+        for left in list(self._parts.iterdir()):
+            left.unlink()
+        with pq.ParquetFile(self._target) as joined:
+            for number in range(joined.num_row_groups):
+                rows = joined.read_row_group(number)
+                rows = rows.filter(pc.less_equal(rows["step"], step))
+                if rows.num_rows:
+                    steps = pc.min_max(rows["step"])
+                    self.write(rows, steps["min"].as_py(), steps["max"].as_py())
+        self._target.unlink()
 
     def rewind(self, step: int) -> None:
         """Drop the parts that hold steps after ``step``."""

@@ -7,6 +7,7 @@ every way to end leaves a manifest, a report and a sentence.
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -16,7 +17,7 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import ExitCode, OutputPath
 from kubelora_api.spec import Health
 from kubelora_api.status import Artifact
-from kubelora_trainer.baseline import hold_against
+from kubelora_trainer.baseline import compared_anew, hold_against
 from kubelora_trainer.counting import counting
 from kubelora_trainer.ending import conclude
 from kubelora_trainer.errors import HeldByPolicy, Interrupted, PeerLost, RunEnded
@@ -33,6 +34,7 @@ from kubelora_trainer.progress import open_progress
 from kubelora_trainer.publishing import draw, export_adapter, push_adapter
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.run_context import Run, RunOptions
+from kubelora_trainer.run_length import assert_not_passed
 from kubelora_trainer.run_log import NoLog, RunLog
 from kubelora_trainer.run_record import RunRecord
 from kubelora_trainer.same_inputs import assert_same_inputs
@@ -126,6 +128,9 @@ def _train_and_export(
     buffers = learner.buffers
     plan = plan_of(spec.training, material.objective.order)
     position, resumed_from = begin(run, folder, learner)
+    assert_not_passed(position.step, plan.optimizer_steps)
+    watch = compared_anew(position.watch, folder.record.total_steps, plan.optimizer_steps)
+    position = replace(position, watch=watch)
     compare(run.gang, material, buffers, position)
     made_of = _made_of(material)
     if resumed_from is not None:
