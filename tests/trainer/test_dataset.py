@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
+from unicodedata import normalize
 
 import pytest
 from PIL import Image
@@ -24,7 +28,7 @@ def _image(path: Path, size: tuple[int, int] = (80, 80)) -> Path:
     return path
 
 
-def _metadata(folder: Path, *entries: dict[str, object]) -> None:
+def _metadata(folder: Path, *entries: Mapping[str, object]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metadata.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
 
@@ -138,6 +142,12 @@ def test_a_caption_that_is_not_utf8_is_its_images_problem_and_names_the_byte(
         ('{"file_name": "a.png", "text": 5}', "line 2: text must be a string, not int"),
         ('{"file_name": "../b.png"}', "line 2: file_name '../b.png' leaves"),
         ('{"file_name": "a.png", "text": "again"}', "line 2: a.png is listed a second time"),
+        (
+            '{"file_name": "b.png", "text": "\\ud83d"}',
+            "line 2: text holds half a character (\\ud83d)",
+        ),
+        ('{"file_name": "\\ude00.png"}', "line 2: file_name holds half a character (\\ude00)"),
+        ("[" * 100_000, "line 2: not a JSON object"),
     ],
 )
 def test_a_wrong_metadata_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
@@ -145,6 +155,90 @@ def test_a_wrong_metadata_line_is_named(tmp_path: Path, line: str, sentence: str
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n' + line)
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
         _skipping(tmp_path)
+
+
+def test_each_way_of_not_being_a_file_is_told(tmp_path: Path) -> None:
+    _image(tmp_path / "a.png")
+    long = "x" * 300 + ".png"
+    (tmp_path / "link.png").symlink_to("gone.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder").mkdir()
+    _metadata(tmp_path, {"file_name": long}, {"file_name": "gone.jpg"}, {"file_name": "folder"})
+    captions, report = _skipping(tmp_path)
+    assert list(captions) == ["a.png"]
+    assert {remark.file: remark.detail for remark in report.skipped} == {
+        long: "it can't be read: File name too long",
+        "link.png": "it is a link to gone.png, which is not there",
+        "pipe.png": "it is a folder or a device, not a file",
+        "folder": "it is a folder or a device, not a file",
+        "gone.jpg": "it is listed in metadata.jsonl but does not exist",
+    }
+
+
+@pytest.mark.parametrize(("stored", "written"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_an_accented_name_is_found_however_unicode_spells_it(
+    tmp_path: Path, stored: Literal["NFC", "NFD"], written: Literal["NFC", "NFD"]
+) -> None:
+    name = "café.png"
+    _image(tmp_path / normalize(stored, name))
+    _metadata(tmp_path, {"file_name": normalize(written, name), "text": "a coffee"})
+    captions, report = _skipping(tmp_path)
+    assert captions == {normalize(stored, name): "a coffee"}
+    assert report.found == 1
+
+
+def test_two_names_that_differ_in_spelling_alone_are_two_images(tmp_path: Path) -> None:
+    for form in ("NFC", "NFD"):
+        _image(tmp_path / normalize(form, "é.png"))
+    _metadata(tmp_path, *({"file_name": normalize(f, "é.png"), "text": f} for f in ("NFC", "NFD")))
+    captions, _ = _skipping(tmp_path)
+    assert captions == {normalize(form, "é.png"): form for form in ("NFC", "NFD")}
+
+
+def test_a_name_that_is_not_utf8_is_used_and_written_with_its_bytes(tmp_path: Path) -> None:
+    _image(tmp_path / "a.png")
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(folder)  # noqa: PTH102 (a name in bytes)
+    os.rename(tmp_path / "a.png", folder + b"/\xe8.png")  # noqa: PTH104
+    samples, report = preflight(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
+    assert [(s.file, s.category) for s in samples] == [(r"caf\xe9/\xe8.png", r"caf\xe9")]
+    write_report(report, tmp_path / "preflight.json")
+    written = json.loads((tmp_path / "preflight.json").read_text())
+    assert written["notes"][0]["file"] == r"caf\xe9/\xe8.png"
+    Path(os.fsdecode(folder + b"/\xe8.txt")).write_bytes(b"\x92")
+    with pytest.raises(ConfigurationError, match=re.escape(r"caf\xe9/\xe8.txt is not UTF-8")):
+        open_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
+
+
+def test_a_folder_that_can_not_be_read_ends_the_run_rather_than_hide_its_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _image(tmp_path / "a.png")
+    _image(tmp_path / "locked" / "b.png")
+    listed = os.scandir
+
+    def refusing(path: str) -> object:
+        if Path(path).name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr("os.scandir", refusing)
+    with pytest.raises(ConfigurationError, match=r"locked can't be read: Permission denied\. Let"):
+        _skipping(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.parquet"])
+def test_captions_in_a_form_that_is_not_read_are_refused_unless_there_are_others(
+    tmp_path: Path, name: str
+) -> None:
+    _image(tmp_path / "a.png")
+    (tmp_path / name).write_text("file_name,text\na.png,a bottle\n")
+    with pytest.raises(
+        ConfigurationError, match=rf"{name} is not read: write it as metadata\.jsonl"
+    ):
+        _skipping(tmp_path)
+    (tmp_path / "a.txt").write_text("a bottle")
+    assert _skipping(tmp_path)[0] == {"a.png": "a bottle"}
 
 
 def test_small_images_are_upscaled_and_empty_captions_kept_and_both_are_noted(

@@ -1,8 +1,10 @@
 """Any usable image becomes upright 8-bit RGB and a square; any other gives its reason."""
 
 import io
+import struct
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -95,6 +97,83 @@ def test_the_camera_orientation_is_applied(tmp_path: Path) -> None:
     assert _pixel(path, 5, 25) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("form", ["png", "jpg", "webp", "tif"])
+@pytest.mark.parametrize(
+    ("orientation", "stored"),
+    [
+        (2, Image.Transpose.FLIP_LEFT_RIGHT),
+        (3, Image.Transpose.ROTATE_180),
+        (4, Image.Transpose.FLIP_TOP_BOTTOM),
+        (5, Image.Transpose.TRANSPOSE),
+        (6, Image.Transpose.ROTATE_90),
+        (7, Image.Transpose.TRANSVERSE),
+        (8, Image.Transpose.ROTATE_270),
+    ],
+)
+def test_every_orientation_is_turned_upright_and_told_in_every_format(
+    tmp_path: Path, form: str, orientation: int, stored: Image.Transpose
+) -> None:
+    """A green corner on red and blue, stored the way that the orientation undoes."""
+    upright = Image.new("RGB", (64, 48), (255, 0, 0))
+    upright.paste((0, 0, 255), (32, 0, 64, 48))
+    upright.paste((0, 255, 0), (0, 0, 16, 16))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    exact: dict[str, object] = {"lossless": True} if form == "webp" else {"quality": 95}
+    path = _save(
+        upright.transpose(stored),
+        tmp_path / f"a.{form}",
+        exif=exif,
+        **(exact if form in ("webp", "jpg") else {}),
+    )
+    decoded = decode_image(path)
+    assert decoded.image.size == (64, 48)
+    for place, wanted in (((4, 4), (0, 255, 0)), ((60, 4), (0, 0, 255)), ((4, 44), (255, 0, 0))):
+        assert _pixel(path, *place) == pytest.approx(wanted, abs=3)
+    assert decoded.conversions == (Conversion("EXIF orientation", "turned upright"),)
+
+
+def test_an_orientation_that_there_is_not_turns_nothing_and_tells_nothing(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 9
+    path = _save(Image.new("RGB", (8, 4)), tmp_path / "a.jpg", exif=exif)
+    assert decode_image(path).image.size == (8, 4)
+    assert decode_image(path).conversions == ()
+
+
+def test_the_transparent_value_of_a_16_bit_gray_image_lies_on_the_background_and_is_masked(
+    tmp_path: Path,
+) -> None:
+    values = np.array([[0, 65535, 257]], dtype=np.uint16)
+    path = _save(Image.fromarray(values), tmp_path / "a.png", transparency=0)
+    image = decode_image(path, "#102030").image
+    assert [image.getpixel((x, 0)) for x in range(3)] == [(16, 32, 48), (255,) * 3, (1,) * 3]
+    mask = decode_image(path, alpha="mask").mask
+    assert mask is not None
+    assert list(mask.tobytes()) == [0, 255, 255]
+
+
+def _png_header(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc32(kind + data))
+
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", b"")
+
+
+def test_the_limit_is_300_megapixels_and_no_lower_one(tmp_path: Path) -> None:
+    """17,320 squared is just below, 17,321 just above; headers alone are judged."""
+    (tmp_path / "below.png").write_bytes(_png_header(17320, 17320))
+    (tmp_path / "above.png").write_bytes(_png_header(17321, 17321))
+    with pytest.raises(
+        BadImageError, match=r"17321 x 17321 pixels, more than 300,000,000"
+    ) as above:
+        decode_image(tmp_path / "above.png")
+    assert above.value.problem == "too many pixels"
+    with pytest.raises(BadImageError, match="truncated"):
+        decode_image(tmp_path / "below.png")
+
+
 def test_the_first_frame_of_several_is_used_and_noted(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     path = _save(frames[0], tmp_path / "a.tif", save_all=True, append_images=frames[1:])
@@ -115,7 +194,12 @@ def _jpeg(size: int = 200) -> bytes:
     ("content", "reason"),
     [
         (b"", "empty"),
-        (b"<html>not found</html>", "not an image"),
+        (b"no image at all", "not an image"),
+        (b"<!DOCTYPE html><p>not found", "a web page, as when a download failed: fetch it again"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "a HEIC photograph, .* save it as PNG or JPEG"),
+        (b"\xff\x0a\0\0", "a JPEG XL image"),
+        (b"II*\0\x10\0\0\0CR\2\0", "a camera's raw file"),
+        (b'<?xml version="1.0"?>\n<svg xmlns="x"/>', "an SVG drawing"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
         (_jpeg()[:-2000], "truncated"),
         (_jpeg()[:100], "."),

@@ -1,8 +1,10 @@
 """Job files mean on a laptop what they mean to kubectl, and mistakes are told by file and line."""
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.job_file import apply_settings, load_job_documents, read_job
@@ -94,6 +96,13 @@ def test_an_absent_field_is_placed_at_its_parent(job: Path) -> None:
         ("  name: bottles", "  name: [bottles", "not valid YAML"),
         ("kind: LoraTrainingJob", "kind: Pod\n", "found apiVersion|expected apiVersion"),
         ("apiVersion: kubelora.dev/v1alpha1", "apiVersion: kubelora.dev/v2", "v1alpha1"),
+        ("rank: 64", "rank: 0x_", ":9: not valid YAML: no int: '0x_'"),
+        ("rank: 64", f"rank: 0x{'f' * 5000}", ":9: not valid YAML: no int: '0xff"),
+        ("rank: 64", "rank: !!float x", ":9: not valid YAML: no float: 'x'"),
+        ("rank: 64", "rank: !!bool maybe", ":9: not valid YAML: no bool: 'maybe'"),
+        ("rank: 64", "rank: !!timestamp 2020-99-99", ":9: not valid YAML: no timestamp: '2020"),
+        ("name: bottles", 'name: "\\ud83d"', ":4: not valid YAML: half a character"),
+        ("rank: 64", "rank: " + "[" * 3000, ": nested too deeply for a job file"),
     ],
 )
 def test_a_broken_file_is_a_sentence(job: Path, old: str, new: str, sentence: str) -> None:
@@ -114,6 +123,27 @@ def test_a_missing_file_and_one_that_is_not_text_are_sentences(tmp_path: Path) -
     (tmp_path / "empty.yaml").write_text("")
     with pytest.raises(ConfigurationError, match="no LoraTrainingJob in this file"):
         load_job_documents(str(tmp_path / "empty.yaml"))
+
+
+def test_an_emoji_is_read_from_yaml_and_from_both_spellings_of_json(job: Path) -> None:
+    """JSON may write it as two escapes, which is how a pod gets its job."""
+    document = yaml.safe_load(JOB.replace("1e-4", "0.0001"))
+    document["spec"]["validation"] = {"prompts": ["a 😀 bottle"]}
+    for text in (
+        json.dumps(document),
+        json.dumps(document, ensure_ascii=False),
+        yaml.safe_dump(document),
+        yaml.safe_dump(document, allow_unicode=True),
+    ):
+        job.write_text(text)
+        assert read_job(str(job)).spec.validation.prompts == ["a 😀 bottle"]
+    assert apply_settings({}, [r'a="\ud83d\ude00"']) == {"a": "😀"}
+
+
+def test_empty_documents_are_left_out(job: Path) -> None:
+    """A template that rendered nothing leaves them."""
+    job.write_text(f"---\n---\n{JOB}---\n---\n# the end\n")
+    assert read_job(str(job)).metadata.name == "bottles"
 
 
 def test_other_objects_in_the_file_are_left_alone(job: Path) -> None:
@@ -164,6 +194,21 @@ def test_validation_tells_of_every_file(job: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as refused:
         validate_files([str(job), str(wrong), str(tmp_path / "none")], local=False, against=None)
     assert len(str(refused.value).splitlines()) == 2
+
+
+def test_what_is_wrong_with_the_running_resource_is_told_in_its_own_file(
+    job: Path, tmp_path: Path
+) -> None:
+    running = tmp_path / "running.yaml"
+    running.write_text(JOB.replace("    rank: 64\n", "    # none\n    rank: 0\n"))
+    with pytest.raises(ConfigurationError, match=r"^\S+running\.yaml:10: spec\.adapter\.rank"):
+        validate_files([str(job)], local=False, against=str(running))
+
+
+def test_several_jobs_are_named_also_those_without_a_name(job: Path) -> None:
+    job.write_text(JOB + "---\n" + JOB.replace("metadata:\n  name: bottles", "metadata: []"))
+    with pytest.raises(ConfigurationError, match=r"holds 2 jobs \(bottles, no name\)"):
+        read_job(str(job))
 
 
 def test_a_change_of_a_started_job_is_judged_against_the_running_one(

@@ -143,6 +143,17 @@ def test_a_field_that_is_new_since_the_run_began_is_no_change(tmp_path: Path) ->
         claim(tmp_path, changed(job(), "training", seed=1))
 
 
+@pytest.mark.parametrize("recorded", [{"spec": [1]}, {"spec": {"model": 3}, "metadata": 4}, {}])
+def test_a_manifest_whose_job_is_none_differs_in_everything(
+    tmp_path: Path, recorded: dict[str, object]
+) -> None:
+    claim(tmp_path, job())
+    file = tmp_path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"job": recorded}))
+    with pytest.raises(ConfigurationError, match="began with other settings"):
+        claim(tmp_path, job())
+
+
 def test_replacing_clears_the_other_runs_files_and_nothing_else(tmp_path: Path) -> None:
     claim(tmp_path, job())
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)

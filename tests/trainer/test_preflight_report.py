@@ -14,6 +14,7 @@ from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.preflight import preflight
 from kubelora_trainer.preflight_report import Count, PreflightReport, Remark, report_text
+from kubelora_trainer.sources import SourceFolder
 
 
 def _image(path: Path, size: tuple[int, int] = (64, 64), grey: int = 90) -> Path:
@@ -67,6 +68,15 @@ def test_exact_duplicates_are_kept_and_noted_or_left_out_and_never_fail_a_run(
     data = open_dataset(tmp_path, settings)
     assert [sample.file for sample in data.samples] == ["a.png", "c.png"]
     assert (data.report.found, data.report.used, data.report.duplicates) == (3, 2, 1)
+
+
+def test_images_of_one_place_that_is_named_twice_are_duplicates_too(tmp_path: Path) -> None:
+    _image(tmp_path / "main/a.png")
+    _image(tmp_path / "more/b.png", grey=91)
+    more = SourceFolder(tmp_path / "more", label="pvc://more")
+    settings = dataset_spec.Dataset(uri="x", resolution=64)
+    _, report = preflight(tmp_path / "main", settings, extra=(more, more))
+    assert (report.found, report.used, report.duplicates) == (3, 3, 1)
 
 
 def test_categories_come_from_metadata_then_from_the_first_folder(tmp_path: Path) -> None:

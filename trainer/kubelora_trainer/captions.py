@@ -1,16 +1,23 @@
 """Finds the captions of a dataset: metadata.jsonl first, then a text file beside the image."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+import unicodedata
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kubelora_api.dataset_spec import Columns
 from kubelora_api.nearest import did_you_mean, listed
 from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.printable import printable
 
 METADATA = "metadata.jsonl"
 SUFFIXES = (".txt", ".caption")
+UNREAD = ("metadata.csv", "metadata.tsv", "metadata.json", "metadata.parquet")
+"""Other forms of metadata.jsonl, which the Hugging Face libraries or other trainers write."""
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which is no character."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ def _entry(
     """One line. fields: gets the names of its fields."""
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{where}: not a JSON object ({error}).") from None
     name = entry.get("file_name") if isinstance(entry, dict) else None
     if not isinstance(name, str) or not name:
@@ -84,20 +91,59 @@ def _entry(
             f'{where}: it needs a file_name, as in {{"file_name": "a.jpg", "text": "a bottle"}}.'
         )
     fields.update(dict.fromkeys(entry))
-    for field in (columns.caption, columns.category):
+    for field in ("file_name", columns.caption, columns.category):
         value = entry.get(field)
         if value is not None and not isinstance(value, str):
             raise ConfigurationError(
                 f"{where}: {field} must be a string, not {type(value).__name__}."
             )
+        if value is not None and (half := HALF.search(value)):
+            raise ConfigurationError(
+                f"{where}: {field} holds half a character (\\u{ord(half[0]):04x}), as a text that "
+                "was cut in the middle of an emoji: mend or remove it."
+            )
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigurationError(f"{where}: file_name {name!r} leaves the dataset's folder.")
     caption, category = entry.get(columns.caption), entry.get(columns.category)
-    return folder / name, Entry(_stripped(caption), _stripped(category))
+    return folder / name, Entry(
+        caption=None if caption is None else caption.strip(),
+        category=None if category is None else " ".join(category.split()),
+    )
 
 
-def _stripped(text: str | None) -> str | None:
-    return None if text is None else text.strip()
+def as_on_disk(listing: Listing, files: Collection[Path]) -> Listing:
+    """The listing under the names that the files really have.
+
+    One name can be written in several ways in Unicode: macOS takes letters and their accents apart
+    (NFD), an editor puts them together (NFC). A file that is listed as it is stays as it is.
+    """
+    known = set(files)
+    absent = [image for image in listing.entries if image not in known]
+    if not absent:
+        return listing
+    free = {_composed(file): file for file in known - listing.entries.keys()}
+    names = {image: free.pop(_composed(image), image) for image in absent}
+    entries = {names.get(image, image): entry for image, entry in listing.entries.items()}
+    return replace(listing, entries=entries)
+
+
+def _composed(path: Path) -> str:
+    return unicodedata.normalize("NFC", str(path))
+
+
+def refuse_unread(folders: Mapping[Path, Collection[str]]) -> None:
+    """Raise ConfigurationError for captions in a form that is not read and would be lost.
+
+    folders: names of the files in each. Where metadata.jsonl or text files have captions too, a
+    table beside them may be for something else.
+    """
+    for folder, names in folders.items():
+        table = next((name for name in names if name in UNREAD), None)
+        if table and not any(n == METADATA or n.endswith(SUFFIXES) for n in names):
+            raise ConfigurationError(
+                f"{folder / table} is not read: write it as {METADATA}, one "
+                '{"file_name": "a.jpg", "text": "a bottle"} a line, or move it away.'
+            )
 
 
 def caption_of(image: Path, listing: Listing) -> str | None:
@@ -118,7 +164,7 @@ def category_of(image: Path, folder: Path, listing: Listing) -> str:
     if listed is not None and listed.category is not None:
         return listed.category
     parts = image.relative_to(folder).parts
-    return parts[0] if len(parts) > 1 else ""
+    return printable(parts[0]) if len(parts) > 1 else ""
 
 
 def read_text(file: Path) -> str:

@@ -7,6 +7,7 @@ what was found, where, and what to do.
 from typing import ClassVar
 
 from kubelora_api.names import ExitCode
+from kubelora_trainer.printable import printable
 
 
 class RunEnded(Exception):
@@ -15,6 +16,9 @@ class RunEnded(Exception):
     exit_code: ClassVar[ExitCode]
     alike = False
     """Whether all ranks end with this very sentence; the first of each node then says it alone."""
+
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(printable(sentence))
 
 
 class ConfigurationError(RunEnded):

@@ -6,6 +6,7 @@ passes the one and fails the other.
 
 import hashlib
 import io
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,25 @@ IMAGE_SUFFIXES = frozenset(READABLE + OTHERS + CAMERA_RAW)
 """What is taken for an image by its name, also where no decoder is at hand: it is then reported."""
 MAX_PIXELS = 300_000_000
 """Above this a file is taken for an error: 300 megapixels are 900 MB of RGB."""
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is lower; sizes are judged below, before pixels
 WHITE = "#ffffff"
 LATENT_PIXELS = 8
 """Edge in pixels of the square that one element of SDXL's latents stands for."""
+_OTHER_FORMAT = "which can't be read here: save it as PNG or JPEG"
+_UNREADABLE = (
+    (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", f"a HEIC photograph, {_OTHER_FORMAT}"),
+    (rb".{4}ftyp", f"a film, {_OTHER_FORMAT}"),
+    (rb"\xff\x0a|\0\0\0\x0cJXL ", f"a JPEG XL image, {_OTHER_FORMAT}"),
+    (rb"II\*\0.{4}CR|II[RU]\0|FUJIFILMCCD-RAW", f"a camera's raw file, {_OTHER_FORMAT}"),
+    (rb"%PDF", f"a PDF, {_OTHER_FORMAT}"),
+    (rb"\s*(<\?xml.*)?<svg", f"an SVG drawing, {_OTHER_FORMAT}"),
+    (rb"\s*<(!doctype|html|head|\?xml)", "a web page, as when a download failed: fetch it again"),
+)
+"""How files begin that people take for images, the more special ones first."""
 AlphaUse = Literal["background", "mask"]
 _ORIENTATION = 0x0112
 """EXIF's tag; 1 is upright."""
+_TURNED = range(2, 9)
 
 
 class BadImageError(Exception):
@@ -125,10 +139,11 @@ def _decode(content: bytes, background: str, alpha: AlphaUse) -> DecodedImage:
         frames = getattr(opened, "n_frames", 1)
         if frames > 1:
             conversions.append(Conversion("several frames", f"the first of {frames} is used"))
+        turned = opened.getexif().get(_ORIENTATION)  # of a TIFF, loading turns it and forgets
         opened.load()
         profile = opened.info.get("icc_profile")
         upright = ImageOps.exif_transpose(opened)
-        if opened.getexif().get(_ORIENTATION, 1) not in (0, 1):
+        if turned in _TURNED:
             conversions.append(Conversion("EXIF orientation", "turned upright"))
         rgb, of_colour = _to_rgb(upright, profile, background)
         mask = _loss_mask(upright) if alpha == "mask" else None
@@ -140,10 +155,12 @@ def _decode(content: bytes, background: str, alpha: AlphaUse) -> DecodedImage:
 
 def _loss_mask(upright: Image.Image) -> Image.Image | None:
     """Opacity, 8 bits; None for an image that is opaque everywhere."""
-    if upright.mode.startswith("I") or not upright.has_transparency_data:
-        return None
-    opacity = upright.convert("RGBA").getchannel("A")
-    if opacity.getextrema() == (255, 255):
+    opacity: Image.Image | None = None
+    if upright.mode.startswith("I"):
+        opacity = _opacity_of_16_bit(upright)
+    elif upright.has_transparency_data:
+        opacity = upright.convert("RGBA").getchannel("A")
+    if opacity is None or opacity.getextrema() == (255, 255):
         return None
     if opacity.getextrema() == (0, 0):
         raise BadImageError(
@@ -158,7 +175,9 @@ def _to_rgb(
 ) -> tuple[Image.Image, list[Conversion]]:
     """8-bit sRGB; what is transparent lies on ``background``."""
     if image.mode.startswith("I"):
-        return _from_16_bit(image).convert("RGB"), [Conversion("16 bits", "scaled to 8 bits")]
+        conversions = [Conversion("16 bits", "scaled to 8 bits")]
+        rgb, alpha = _from_16_bit(image).convert("RGB"), _opacity_of_16_bit(image)
+        return _laid_on(rgb, alpha, background, conversions), conversions
     if image.mode == "F":
         raise BadImageError(
             "floating-point pixels",
@@ -173,12 +192,26 @@ def _to_rgb(
         image = image.convert("RGB")
     rgb, of_profile = _through_profile(image, profile) if profile else (image.convert("RGB"), [])
     conversions += of_profile
-    if alpha is not None:
-        below = Image.new("RGB", rgb.size, ImageColor.getrgb(background))
-        rgb = Image.composite(rgb, below, alpha)
-        if alpha.getextrema() != (255, 255):
-            conversions.append(Conversion("transparency", f"laid on {background}"))
-    return rgb, conversions
+    return _laid_on(rgb, alpha, background, conversions), conversions
+
+
+def _laid_on(
+    rgb: Image.Image, alpha: Image.Image | None, background: str, told: list[Conversion]
+) -> Image.Image:
+    """The image on the background colour where it is transparent, and that is told."""
+    if alpha is None or alpha.getextrema() == (255, 255):
+        return rgb
+    told.append(Conversion("transparency", f"laid on {background}"))
+    below = Image.new("RGB", rgb.size, ImageColor.getrgb(background))
+    return Image.composite(rgb, below, alpha)
+
+
+def _opacity_of_16_bit(image: Image.Image) -> Image.Image | None:
+    """Of a gray PNG one of whose values is transparent (its tRNS chunk)."""
+    clear = image.info.get("transparency")
+    if not isinstance(clear, int):
+        return None
+    return Image.fromarray(np.where(np.asarray(image) == clear, 0, 255).astype(np.uint8), mode="L")
 
 
 def _mode_conversions(mode: str) -> list[Conversion]:
@@ -228,6 +261,9 @@ def _unidentified(content: bytes) -> BadImageError:
         return BadImageError(
             "Git LFS pointer", "it is a Git LFS pointer, not the image: run git lfs pull"
         )
+    for begins, what in _UNREADABLE:
+        if re.match(begins, content[:512], re.IGNORECASE | re.DOTALL):
+            return BadImageError("not an image", f"it is {what}")
     return BadImageError(
         "not an image", "it is not an image, or one of a format that can't be read here"
     )

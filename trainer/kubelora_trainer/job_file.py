@@ -23,11 +23,36 @@ from kubelora_trainer.nearby import nearby
 
 _MAX_BYTES = 3 * 1024 * 1024
 """The API server takes no larger object either."""
+_MAX_DIGITS = 400
+_SHOWN = 40
+"""Characters of a value that a sentence shows."""
 _PATH = re.compile(r"[\w-]+(\[\d+\])*(\.[\w-]+(\[\d+\])*)*")
 
 
 class _KubernetesLoader(yaml.SafeLoader):
-    """SafeLoader with Go's idea of numbers, no dates, and no duplicate keys."""
+    """SafeLoader with Go's idea of numbers, no dates, no duplicate keys, and JSON's characters."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """What the constructors make of digits and tags that do not fit together, with its line."""
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(
+                problem=f"no {kind}: {str(node.value)[:_SHOWN]!r}", problem_mark=node.start_mark
+            ) from None
+
+    def construct_scalar(self, node: yaml.Node) -> Any:
+        """JSON writes what is beyond 16 bits, as emoji are, as a pair of escapes: put together."""
+        value = super().construct_scalar(node)  # type: ignore[arg-type]
+        if not isinstance(value, str) or value.isascii():
+            return value
+        try:
+            return value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            raise yaml.MarkedYAMLError(
+                problem="half a character (one escape of a pair)", problem_mark=node.start_mark
+            ) from None
 
 
 _KubernetesLoader.yaml_implicit_resolvers = {
@@ -55,6 +80,8 @@ _KubernetesLoader.add_implicit_resolver(
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node)).replace("_", "")
     sign, digits = (-1 if text.startswith("-") else 1), text.lstrip("+-")
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError("too many digits")
     if re.fullmatch(r"0o?[0-7]+", digits):
         return sign * int(digits.replace("o", ""), 8)
     return sign * int(digits, 0)
@@ -73,6 +100,12 @@ class JobDocument:
     path: str
     document: dict[str, Any]
     lines: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        """The job's, as it stands there."""
+        metadata = self.document.get("metadata")
+        return str(metadata.get("name")) if isinstance(metadata, dict) else "no name"
 
     def located(self, problem: Problem) -> str:
         """``file:line: field: sentence``; an absent field is placed at its nearest parent."""
@@ -96,7 +129,7 @@ def load_job_documents(path: str) -> list[JobDocument]:
     found: list[JobDocument] = []
     try:
         for node in yaml.compose_all(text, Loader=_KubernetesLoader):
-            if node is not None:
+            if node is not None and node.tag != "tag:yaml.org,2002:null":
                 found.append(_document(path, node))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -104,6 +137,8 @@ def load_job_documents(path: str) -> list[JobDocument]:
         raise ConfigurationError(f"{path}:{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{path}: nested too deeply for a job file") from None
     jobs = [d for d in found if _is_ours(d.document)]
     if not jobs:
         kinds = ", ".join(str(d.document.get("kind")) for d in found) or "nothing"
@@ -122,7 +157,7 @@ def read_job(path: str, settings: Iterable[str] = (), *, local: bool = True) -> 
     """
     documents = load_job_documents(path)
     if len(documents) > 1:
-        jobs = ", ".join(str(d.document.get("metadata", {}).get("name")) for d in documents)
+        jobs = ", ".join(d.name for d in documents)
         raise ConfigurationError(
             f"{path}: holds {len(documents)} jobs ({jobs}); train one at a time"
         )
@@ -160,7 +195,7 @@ def apply_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[st
             )
         try:
             value = yaml.load(text, Loader=_KubernetesLoader)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, RecursionError):
             raise ConfigurationError(f"--set {setting}: the value is not YAML: {text!r}") from None
         _set(changed, re.findall(r"[\w-]+|\[\d+\]", path), value, setting)
     return changed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from kubelora_api import dataset_spec
 from kubelora_trainer.buckets import Size, nearest_size, training_sizes, visible_share
@@ -20,14 +20,17 @@ from kubelora_trainer.captions import (
     METADATA,
     SUFFIXES,
     Listing,
+    as_on_disk,
     caption_of,
     category_of,
     read_listing,
     refuse_absent,
+    refuse_unread,
 )
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.images import IMAGE_SUFFIXES, BadImageError, decode_image
 from kubelora_trainer.preflight_report import Count, PreflightReport, Remark
+from kubelora_trainer.printable import printable
 from kubelora_trainer.sources import SourceFolder
 
 LITTLE_SEEN = 0.5
@@ -82,21 +85,21 @@ class _Judge:
 
     def __call__(self, image: Path) -> _Judged:
         source = self.source
-        file = image.relative_to(source.folder).as_posix()
+        file = printable(image.relative_to(source.folder).as_posix())
         if source.label:
             file = f"{source.label}/{file}"
         category = source.category or category_of(image, source.folder, self.listing)
         try:
             sample, notes = self._usable(image, file, category)
         except BadImageError as error:
-            problem = Remark(file, error.problem, str(error), "skipped")
+            problem = Remark(file, error.problem, printable(str(error)), "skipped")
             return _Judged(file, source.label, category, None, problem, ())
         return _Judged(file, source.label, category, sample, None, notes)
 
     def _usable(self, image: Path, file: str, category: str) -> tuple[Sample, tuple[Remark, ...]]:
         """The sample and remarks on it. Raises BadImageError."""
-        if not image.is_file():
-            raise BadImageError("missing", f"it is listed in {METADATA} but does not exist")
+        if why := _why_no_file(image):
+            raise BadImageError(*why)
         decoded = decode_image(image, self.settings.background, self.settings.alpha)
         width, height = decoded.image.size
         self._refuse_shape(width, height)
@@ -167,6 +170,20 @@ class _Judge:
             yield Remark(file, LONG_CAPTION, detail, done)
 
 
+def _why_no_file(image: Path) -> tuple[str, str] | None:
+    """Problem and reason where there is no file of that name."""
+    try:
+        if image.is_file():
+            return None
+        if image.is_symlink():
+            return "missing", f"it is a link to {image.readlink()}, which is not there"
+        if image.exists():
+            return "no file", "it is a folder or a device, not a file"
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        return "can't be read", f"it can't be read: {error.strerror}"
+    return "missing", f"it is listed in {METADATA} but does not exist"
+
+
 def preflight(
     folder: Path,
     settings: dataset_spec.Dataset,
@@ -211,8 +228,12 @@ def _images_of(
     if not folder.is_dir():
         raise ConfigurationError(f"The dataset {folder} is no folder: see {where}.")
     files = sorted(_walk(folder))
+    beside: dict[Path, list[str]] = {}
+    for file in files:
+        beside.setdefault(file.parent, []).append(file.name)
+    refuse_unread(beside)
     metadata = [file for file in files if file.name == METADATA]
-    listing = read_listing(metadata, settings.columns)
+    listing = as_on_disk(read_listing(metadata, settings.columns), files)
     refuse_absent(listing, settings.columns, folder, source.caption, source.category)
     images = sorted(
         {file for file in files if file.suffix.lower() in IMAGE_SUFFIXES} | set(listing.entries)
@@ -246,9 +267,19 @@ def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> No
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Files below ``folder``, hidden ones left out; linked folders are entered, once each."""
+    """Files below ``folder``, hidden ones left out; linked folders are entered, once each.
+
+    Raises ConfigurationError for a folder that can't be read: its images would be missing silently.
+    """
+
+    def refuse_unreadable(error: OSError) -> NoReturn:
+        raise ConfigurationError(
+            f"{error.filename} can't be read: {error.strerror}. Let this user read it, or take it "
+            "out of the dataset."
+        ) from error
+
     seen: set[str] = set()
-    for current, folders, names in os.walk(folder, followlinks=True):
+    for current, folders, names in os.walk(folder, onerror=refuse_unreadable, followlinks=True):
         real = os.path.realpath(current)
         if real in seen:
             folders.clear()
@@ -268,8 +299,9 @@ def _mark_duplicates(
         if one.sample is None:
             marked.append(one)
             continue
-        original = first.setdefault(one.sample.sha256, one.file)
-        if original == one.file:
+        original = first.get(one.sample.sha256)
+        if original is None:
+            first[one.sample.sha256] = one.file
             marked.append(one)
         elif on_duplicate == "keep":
             note = Remark(one.file, DUPLICATE, f"same bytes as {original}", "kept")

@@ -33,7 +33,10 @@ def recorded_settings(document: JsonObject) -> JsonObject:
     try:
         return deciding_settings(parse_job(document, local=True))
     except InvalidDocument:
-        return _deciding(document)
+        try:
+            return _deciding(document)
+        except (AttributeError, TypeError, ValueError):  # not a job at all: all of it differs
+            return {}
 
 
 def settings_digest(job: LoraTrainingJob) -> str:

@@ -6,6 +6,7 @@ Knows neither torch nor a cluster, so that it can run in an editor or a pipeline
 from collections.abc import Iterable
 
 from kubelora_api.documents import InvalidDocument, check_change, parse_job
+from kubelora_api.job import LoraTrainingJob
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.job_file import JobDocument, load_job_documents
 
@@ -32,15 +33,19 @@ def validate_files(paths: Iterable[str], *, local: bool, against: str | None) ->
 
 
 def _judge(source: JobDocument, local: bool, against: str | None) -> str:
+    job = _parsed(source, local)
+    if against is not None:
+        problems = check_change(job, _parsed(_only_job(against), local))
+        if problems:
+            raise source.refuse(problems)
+    return f"{source.path}: {job.metadata.name}: valid"
+
+
+def _parsed(source: JobDocument, local: bool) -> LoraTrainingJob:
     try:
-        job = parse_job(source.document, local=local)
-        if against is not None:
-            old = _only_job(against)
-            if problems := check_change(job, parse_job(old.document, local=local)):
-                raise InvalidDocument(problems)
+        return parse_job(source.document, local=local)
     except InvalidDocument as invalid:
         raise source.refuse(invalid.problems) from None
-    return f"{source.path}: {job.metadata.name}: valid"
 
 
 def _only_job(path: str) -> JobDocument:
