@@ -43,6 +43,15 @@ def test_everything_that_it_names_is_there(quickstart: str) -> None:
     assert manifest["state"].lower() == "done"
 
 
+def test_all_of_it_is_as_readable_as_any_new_file(quickstart: str, tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    usual = (tmp_path / "new").stat().st_mode
+    files = [path for path in OUTPUT.rglob("*") if path.is_file()]
+    assert {
+        str(path): oct(path.stat().st_mode) for path in files if path.stat().st_mode != usual
+    } == {}
+
+
 def test_the_next_command_works_as_it_is_printed(quickstart: str, tmp_path: Path) -> None:
     command = quickstart.rstrip().splitlines()[-1].strip().replace("first.png", f"{tmp_path}/1.png")
     bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from kubelora_trainer.atomic_files import filling
 
@@ -55,3 +57,21 @@ def test_a_failure_is_told_although_another_has_filled_it(tmp_path: Path) -> Non
     with pytest.raises(Broken):
         fill(tmp_path / "one", then=overtaken)
     assert list(tmp_path.iterdir()) == [tmp_path / "one"]
+
+
+def test_what_libraries_wrote_for_their_owner_alone_is_as_readable_as_any_new_file(
+    tmp_path: Path,
+) -> None:
+    """safetensors makes files, tempfile folders, that nobody else may read."""
+    tmp_path.chmod(0o2770)  # as a volume's group has it: folders inherit the group
+    with filling(tmp_path / "filled") as aside:
+        (aside / "unet").mkdir(mode=0o700)
+        save_file({"weight": torch.ones(1)}, aside / "unet" / "model.safetensors")
+    (tmp_path / "usual").mkdir()
+    (tmp_path / "usual" / "file").touch()
+
+    def rights(name: str) -> int:
+        return (tmp_path / name).stat().st_mode
+
+    assert rights("filled") == rights("filled/unet") == rights("usual")
+    assert rights("filled/unet/model.safetensors") == rights("usual/file")

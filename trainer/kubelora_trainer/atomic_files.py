@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +67,21 @@ def write_file(path: Path, data: bytes) -> None:
             raise
 
 
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+
+
+def give_usual_rights(path: Path) -> None:
+    """Make a file, or a folder and all in it, as readable as any that this user creates.
+
+    tempfile and safetensors write for their owner alone; a claim is read by others, too.
+    """
+    for one in (path, *path.rglob("*")):
+        if not one.is_symlink():
+            usual = (0o777 if one.is_dir() else 0o666) & ~_UMASK
+            one.chmod(one.stat().st_mode & (stat.S_ISUID | stat.S_ISGID | stat.S_ISVTX) | usual)
+
+
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
     """An empty folder to fill; it becomes ``folder`` once it is whole, and is gone if it is not.
@@ -77,6 +93,7 @@ def filling(folder: Path) -> Iterator[Path]:
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
     try:
         yield aside
+        give_usual_rights(aside)
         try:
             aside.rename(folder)
         except OSError:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from kubelora_trainer.atomic_files import give_usual_rights
 from kubelora_trainer.demo_model import Layout, write_pipeline
 from kubelora_trainer.demo_tokenizer import read_vocabulary
 from kubelora_trainer.errors import ConfigurationError
@@ -57,6 +58,7 @@ def create_demo(directory: Path, layout: Layout, *, images: int = 8) -> DemoPath
     try:
         write_pipeline(paths.model, layout, read_vocabulary(vocabulary))
         _write_photos(paths.photos, sources)
+        give_usual_rights(paths.model)
     except OSError as error:
         raise ConfigurationError(f"The demo can't be written to {directory}: {error}.") from error
     return paths

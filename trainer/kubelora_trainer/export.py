@@ -22,7 +22,7 @@ from torch import nn
 
 from kubelora_api.names import OutputPath, kohya_weights
 from kubelora_trainer.adapter import ADAPTER_NAME, TrainedLayer
-from kubelora_trainer.atomic_files import sync_folder, writing_to
+from kubelora_trainer.atomic_files import give_usual_rights, sync_folder, writing_to
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.kohya_file import common_alpha, kohya_metadata, kohya_state
 from kubelora_trainer.sgm_names import PARTS, Part
@@ -173,6 +173,7 @@ def _write_whole(target: Path, write: Callable[[Path], None]) -> ExportedFile:
         try:
             write(aside / target.name)
             sort_header(aside / target.name)
+            give_usual_rights(aside / target.name)
             with (aside / target.name).open("rb+") as written:
                 os.fsync(written.fileno())
             (aside / target.name).replace(target)
