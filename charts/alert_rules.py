@@ -29,6 +29,7 @@ class Knob(StrEnum):
     OPERATOR_ABSENT_FOR = "$(operatorAbsentFor)"
     UNSEEN_FOR = "$(unseenFor)"
     NAMESPACE = "$(namespace)"
+    RUNBOOKS = "$(runbookUrlBase)"
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,25 @@ class Alert:
     description: str
     labels: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def runbook(self) -> str:
+        """The section of the documentation that says what to do, from docs/ on."""
+        if finding := self.labels.get("finding"):
+            return f"findings.md#{finding.lower()}"
+        return f"alerts.md#{self.name.lower()}"
+
     def document(self) -> dict[str, Any]:
-        """As Prometheus reads it."""
+        """As Prometheus reads it; the chart takes ``runbook_url`` away where it has no base."""
         return {
             "alert": self.name,
             "expr": self.expr,
             **({"for": self.hold} if self.hold else {}),
             "labels": {"severity": self.severity, **self.labels},
-            "annotations": {"summary": self.summary, "description": self.description},
+            "annotations": {
+                "summary": self.summary,
+                "description": self.description,
+                "runbook_url": f"{Knob.RUNBOOKS}/{self.runbook}",
+            },
         }
 
 

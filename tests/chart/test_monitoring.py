@@ -17,6 +17,7 @@ from tests.chart.rendering import (
     NAMESPACED,
     Helm,
     Object,
+    Values,
     of_kind,
     one,
 )
@@ -30,6 +31,10 @@ def rules_of(objects: list[Object]) -> list[Object]:
 
 def alerts_of(objects: list[Object]) -> dict[str, Object]:
     return {r["alert"]: r for r in rules_of(objects) if "alert" in r}
+
+
+def with_runbooks(base: str) -> Values:
+    return {"monitoring": {"rules": {"enabled": True, "runbookUrlBase": base}}}
 
 
 def test_nothing_needs_the_prometheus_operator_unless_asked_for(helm: Helm) -> None:
@@ -122,6 +127,34 @@ def test_every_alert_has_a_section_in_the_docs_and_every_section_an_alert(helm: 
 
     told = {f"Kubelora{name}" for name in sections("findings.md")} | sections("alerts.md")
     assert told == set(alerts_of(helm.render(MONITORING)))
+
+
+def test_no_alert_links_a_runbook_unless_told_where_they_are_read(helm: Helm) -> None:
+    for alert in alerts_of(helm.render(MONITORING)).values():
+        assert "runbook_url" not in alert["annotations"]
+
+
+@pytest.mark.parametrize("base", ["https://git.example/docs", "https://git.example/docs/"])
+def test_every_alert_links_a_section_that_is_there(helm: Helm, base: str) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    alerts = alerts_of(helm.render(with_runbooks(base)))
+
+    links = {name: alert["annotations"]["runbook_url"] for name, alert in alerts.items()}
+    assert len(set(links.values())) == len(FINDINGS) + 4
+    for name, link in links.items():
+        page, _, anchor = link.removeprefix("https://git.example/docs/").partition("#")
+        heading = re.findall(r"^#+ (.+)$", (docs / page).read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heading}
+        assert name.lower().endswith(anchor)
+
+
+def test_promtool_accepts_the_rules_with_runbooks(
+    helm: Helm, promtools: list[Path], tmp_path: Path
+) -> None:
+    rules = one(helm.render(with_runbooks("https://git.example/docs")), "PrometheusRule")["spec"]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+    for promtool in promtools:
+        programs.run(promtool, "check", "rules", tmp_path / "rules.yaml")
 
 
 def test_times_follow_the_values_and_no_placeholder_is_left(helm: Helm) -> None:

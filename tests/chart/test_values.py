@@ -92,6 +92,7 @@ def test_every_object_is_whole_and_belongs_to_the_release(
         ({"monitoring": {"rules": {"window": 10}}}, "/monitoring/rules/window"),
         ({"monitoring": {"rules": {"windows": "10m"}}}, "windows"),
         ({"monitoring": {"podMonitor": {"interval": "often"}}}, "/monitoring/podMonitor/interval"),
+        ({"monitoring": {"rules": {"runbookUrlBase": "wiki"}}}, "runbookUrlBase"),
         ({"extraEnv": [{"value": "x"}]}, "name"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
