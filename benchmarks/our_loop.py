@@ -2,7 +2,8 @@
 
 Two ways: with telemetry and all that it feeds (watchdog, metrics, status, run log, progress), or
 with neither: then the gradient's norm alone is computed, for clipping. `main` trains a few steps
-and prints its peak memory; heavy_imports comes first, as in the command.
+and prints its peak memory, the writing of the run log included; heavy_imports comes first, as in
+the command.
 """
 
 import argparse
@@ -68,13 +69,14 @@ class OurLoop:
         learner = open_learner(run, self._material)
         self.buffers = buffers = learner.buffers
         self.position = RunPosition()
+        self._run_log = RunLog(folder, buffers.slots, 0)
         reporter = Reporter(
             slots=buffers.slots,
             policy=spec.health,
             facts=facts_of(spec.training, buffers, 100_000),
             metrics=TrainerMetrics(registry, buffers.plan),
             exporter=self._exporter,
-            run_log=RunLog(folder, buffers.slots, 0),
+            run_log=self._run_log,
             progress=LineView(Console(quiet=True), 100_000, every=50),
             first_gradients=FirstGradients(buffers.slots, 0),
             position=self.position,
@@ -127,10 +129,11 @@ class OurLoop:
         return self._exporter.report.step or 0
 
     def close(self) -> None:
-        """End the threads that train, read images and serve metrics."""
+        """Write the run log, end the threads that train, read images and serve metrics."""
         self._leave = True
         self._go.release()
         self._trainer.join()
+        self._run_log.flush()
         self._material.objective.close()
         self._exporter.close()
 

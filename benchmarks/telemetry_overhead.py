@@ -19,7 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from benchmarks import start_up
 from benchmarks.paired import measure_rounds, ratio_of
-from kubelora_trainer.heavy_imports import FOR_QUANTISED_MODELS, not_found
+from kubelora_trainer.heavy_imports import import_heavy_libraries
 
 RANK, ACCUMULATION = 64, 8
 TARGET = 1.03
@@ -49,23 +49,23 @@ def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
         capture_output=True,
     )
     model, photos = folder / "demo" / "model", folder / "demo" / "photos"
-    with not_found(FOR_QUANTISED_MODELS):
-        import torch
+    import_heavy_libraries()
+    import torch
 
-        from benchmarks.our_loop import OurLoop
+    from benchmarks.our_loop import OurLoop
 
-        torch.set_num_threads(1)
-        loops = {
-            name: OurLoop(
-                model,
-                photos,
-                folder / name,
-                telemetry=name == "a",
-                rank=RANK,
-                accumulation=ACCUMULATION,
-            )
-            for name in ("a", "b")
-        }
+    torch.set_num_threads(1)
+    loops = {
+        name: OurLoop(
+            model,
+            photos,
+            folder / name,
+            telemetry=name == "a",
+            rank=RANK,
+            accumulation=ACCUMULATION,
+        )
+        for name in ("a", "b")
+    }
     print(f"{rounds} rounds of a and b ...", flush=True)
     sides = {name: loop.step for name, loop in loops.items()}
     times = measure_rounds(sides, rounds, warm_up=min(5, rounds))

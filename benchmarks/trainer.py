@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from benchmarks import start_up
 from benchmarks.paired import Ratio, measure_rounds, ratio_of
-from kubelora_trainer.heavy_imports import FOR_QUANTISED_MODELS, not_found
+from kubelora_trainer.heavy_imports import import_heavy_libraries, not_found
 
 TARGETS = {"c/a": "at least 1.0", "a/b": "at most 1.03", "rss a/c": "at most 1.0"}
 
@@ -59,15 +59,16 @@ def _processes(
 
 def _steps(model: Path, photos: Path, folder: Path, rounds: int) -> tuple[Ratio, Ratio]:
     """c over a, and a over b."""
-    with not_found(FOR_QUANTISED_MODELS):
-        import torch
+    import_heavy_libraries()
+    import torch
 
-        from benchmarks.our_loop import OurLoop
-        from benchmarks.reference_loop import ReferenceLoop
+    from benchmarks.our_loop import OurLoop
+    from benchmarks.reference_loop import NOT_REQUIRED, ReferenceLoop
 
-        torch.set_num_threads(1)
-        with_telemetry = OurLoop(model, photos, folder / "a", telemetry=True)
-        without = OurLoop(model, photos, folder / "b", telemetry=False)
+    torch.set_num_threads(1)
+    with_telemetry = OurLoop(model, photos, folder / "a", telemetry=True)
+    without = OurLoop(model, photos, folder / "b", telemetry=False)
+    with not_found(NOT_REQUIRED):
         reference = ReferenceLoop(model, photos, rank=8, accumulation=4, edge=64, rate=1e-4)
     sides = {"a": with_telemetry.step, "b": without.step, "c": reference.step}
     times = measure_rounds(sides, rounds, warm_up=min(10, rounds))

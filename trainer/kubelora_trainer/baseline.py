@@ -7,10 +7,7 @@ the first step; whether gradients leave the earlier run's range is judged on the
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any, Final
 
 from kubelora_api.names import OutputPath
 from kubelora_api.status import Finding
@@ -37,6 +34,9 @@ from kubelora_trainer.run_context import Run
 from kubelora_trainer.run_record import BaselineRecord, Difference, RunRecord
 from kubelora_trainer.run_settings import ABSENT, leaves_that_differ
 from kubelora_trainer.step_numbers import StepNumbers
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # 30 MiB, and only a run with a baseline reads a log
 
 _COMPARED_GROUPS: Final = ("model", "dataset", "adapter", "training", "precision", "workers")
 _SAME: Final = ("adapter.rank", "training.batchSize", "training.gradientAccumulation")
@@ -169,7 +169,7 @@ def open_baseline(
 
 
 def _why_not(
-    manifest: Manifest, differences: list[Difference], log: pa.Table | None, total_steps: int
+    manifest: Manifest, differences: list[Difference], log: "pa.Table | None", total_steps: int
 ) -> str:
     """Why gradient norms can't be compared; empty where they can."""
     if log is None:
@@ -200,12 +200,15 @@ def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _read_log(folder: Path) -> pa.Table | None:
+def _read_log(folder: Path) -> "pa.Table | None":
     """Step, group and gradient norm, of a finished run or of one under way; None without any."""
     whole = folder / OutputPath.GROUP_LOG
     files = [whole] if whole.exists() else sorted((folder / GROUP_LOG_PARTS).glob("*.parquet"))
     if not files:
         return None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     columns = ["step", "group", "grad_norm"]
     try:
         tables = [pq.read_table(file, columns=columns) for file in files]
@@ -214,7 +217,7 @@ def _read_log(folder: Path) -> pa.Table | None:
     return pa.concat_tables([table.unify_dictionaries() for table in tables])
 
 
-def _norms(log: pa.Table) -> Iterator[tuple[int, str, float]]:
+def _norms(log: "pa.Table") -> Iterator[tuple[int, str, float]]:
     for batch in log.to_batches(max_chunksize=65_536):
         steps, groups, norms = (column.to_pylist() for column in batch.columns)
         yield from (

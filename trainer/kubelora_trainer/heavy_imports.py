@@ -1,24 +1,37 @@
 """Imports torch, transformers and diffusers in the least time: most of what a short run takes.
 
-Python's collector rests meanwhile: it would walk over a million young objects again and again, and
-none of them is garbage. And diffusers, transformers and peft import whatever they find of the
-libraries for quantised models, which are never trained here: they add seconds and print advice.
+Python's collector is slowed down meanwhile: it would walk over a million objects again and again,
+and few of them are garbage. And diffusers, transformers, peft and accelerate import whatever they
+find of libraries that nothing here uses: they add seconds, megabytes and advice.
 """
 
 import atexit
 import gc
 import importlib
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 FOR_QUANTISED_MODELS = ("bitsandbytes", "torchao")
+NEVER_USED = (*FOR_QUANTISED_MODELS, "scipy", "boto3", "torchvision")
+"""scipy (53 MiB of memory) is for losses of object detection and for noise schedules that SDXL does
+not train with, boto3 (14 MiB) for jobs on SageMaker, torchvision (10 MiB) for models that look at
+images."""
+FOR_GPUS = ("triton",)
+"""It compiles kernels for GPUs alone; without one it is 68 MiB for nothing."""
+
+YOUNG_OBJECTS = 50_000
+"""Objects after which the youngest are looked at once; Python's own number is 700 to 2,000."""
 
 
 def import_heavy_libraries(module: str = "kubelora_trainer.run") -> None:
     """Import ``module`` and all that it needs; later imports of it cost nothing."""
-    with _collector_at_rest(), not_found(FOR_QUANTISED_MODELS):
-        importlib.import_module(module)
+    with _seldom_collected(), not_found(NEVER_USED), _no_advice():
+        import torch
+
+        with not_found(() if torch.cuda.is_available() else FOR_GPUS):
+            importlib.import_module(module)
 
 
 @contextmanager
@@ -37,17 +50,27 @@ def not_found(packages: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """No garbage collection; what is made meanwhile is left out of all later ones.
+def _no_advice() -> Iterator[None]:
+    """No line below an error from any library: what is not found would be recommended."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
-    At exit it is handed back: triton takes objects that nobody collects for leaks, and says so.
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Look at each young object once; what is left is left out of all later collections.
+
+    Without any collection 13 MiB of garbage would stay. At exit all is handed back: triton takes
+    objects that nobody collects for leaks, and says so.
     """
-    was_on = gc.isenabled()
-    gc.disable()
+    usual = gc.get_threshold()
+    gc.set_threshold(YOUNG_OBJECTS, 1_000_000, 1_000_000)
     try:
         yield
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)
-        if was_on:
-            gc.enable()
+        gc.set_threshold(*usual)

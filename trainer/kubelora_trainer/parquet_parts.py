@@ -87,7 +87,7 @@ class ParquetParts:
         with writing_to(target):
             with pq.ParquetWriter(aside, pq.read_schema(parts[0]), compression="zstd") as writer:
                 for part in parts:
-                    writer.write_table(pq.read_table(part))
+                    writer.write_table(pq.ParquetFile(part).read())
             aside.replace(target)
             sync_folder(target.parent)
             shutil.rmtree(self._parts)

@@ -7,11 +7,12 @@ categories: one per step and category. What was not measured in a step is null.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
 from kubelora_api.names import OutputPath
+from kubelora_trainer.arrow_columns import measured_column, name_column, number_column
 from kubelora_trainer.buffers import Slot
 from kubelora_trainer.output import (
     CATEGORY_LOG_PARTS,
@@ -21,6 +22,9 @@ from kubelora_trainer.output import (
 )
 from kubelora_trainer.parquet_parts import ParquetParts
 from kubelora_trainer.step_numbers import GROUP_FIELDS, StepNumbers
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # 30 MiB, loaded when rows are written and not before the first step
 
 ROWS_IN_MEMORY = 1 << 18
 """Rows of factors kept before a part is written: some 30 MiB, however far checkpoints lie apart."""
@@ -73,25 +77,24 @@ class RunLog:
         return self._factors.finish()
 
 
-def _by_factor(steps: Sequence[StepNumbers], names: Mapping[str, list[str]]) -> pa.Table:
+def _by_factor(steps: Sequence[StepNumbers], names: Mapping[str, list[str]]) -> "pa.Table":
+    import pyarrow as pa
+
     count = len(names["module"])
 
-    def of_step(values: list[float], dtype: str) -> pa.Array:
-        return _measured(np.repeat(np.asarray(values, dtype=dtype), count))
+    def of_step(values: list[float], dtype: str) -> "pa.Array":
+        return measured_column(np.repeat(np.asarray(values, dtype=dtype), count))
 
     def of_factor(values: list[Sequence[float]]) -> np.ndarray:
         return np.asarray(values, "float32").ravel()
 
     columns = {
         "step": of_step([s.step for s in steps], "int32"),
-        **{
-            name: pa.array(values * len(steps)).dictionary_encode()
-            for name, values in names.items()
-        },
-        "grad_norm": of_factor([s.factor_norms for s in steps]),
-        "grad_absmax": of_factor([s.factor_absmax for s in steps]),
-        "lora_balance": _measured(of_factor([s.factor_balance for s in steps])),
-        "update_scale": _measured(of_factor([s.factor_update_scale for s in steps])),
+        **{name: name_column(values * len(steps)) for name, values in names.items()},
+        "grad_norm": number_column(of_factor([s.factor_norms for s in steps])),
+        "grad_absmax": number_column(of_factor([s.factor_absmax for s in steps])),
+        "lora_balance": measured_column(of_factor([s.factor_balance for s in steps])),
+        "update_scale": measured_column(of_factor([s.factor_update_scale for s in steps])),
         "loss": of_step([s.loss for s in steps], "float32"),
         "learning_rate": of_step([s.learning_rate for s in steps], "float64"),
         "total_grad_norm": of_step([s.grad_norm for s in steps], "float32"),
@@ -104,33 +107,34 @@ def _by_factor(steps: Sequence[StepNumbers], names: Mapping[str, list[str]]) -> 
     return pa.table(columns)
 
 
-def _by_group(steps: Sequence[StepNumbers]) -> pa.Table:
+def _by_group(steps: Sequence[StepNumbers]) -> "pa.Table":
+    import pyarrow as pa
+
     rows = [(step.step, name, group) for step in steps for name, group in step.groups.items()]
     return pa.table(
         {
-            "step": pa.array([step for step, _, _ in rows], "int32"),
-            "group": pa.array([name for _, name, _ in rows]).dictionary_encode(),
+            "step": number_column(np.asarray([step for step, _, _ in rows], "int32")),
+            "group": name_column([name for _, name, _ in rows]),
             **{
-                field: _measured(np.asarray([getattr(g, field) for _, _, g in rows], "float32"))
+                field: measured_column(
+                    np.asarray([getattr(g, field) for _, _, g in rows], "float32")
+                )
                 for field in GROUP_FIELDS.values()
             },
         }
     )
 
 
-def _measured(values: np.ndarray) -> pa.Array:
-    """A column in which NaN, which stands for what was not measured, is null."""
-    return pa.array(values, from_pandas=True)
+def _by_category(steps: Sequence[StepNumbers]) -> "pa.Table":
+    import pyarrow as pa
 
-
-def _by_category(steps: Sequence[StepNumbers]) -> pa.Table:
     rows = [(s.step, name, c) for s in steps for name, c in sorted(s.category_losses.items())]
     return pa.table(
         {
-            "step": pa.array([step for step, _, _ in rows], "int32"),
-            "category": pa.array([name for _, name, _ in rows]).dictionary_encode(),
-            "loss": pa.array([c.loss for _, _, c in rows], "float32"),
-            "samples": pa.array([c.samples for _, _, c in rows], "int32"),
+            "step": number_column(np.asarray([step for step, _, _ in rows], "int32")),
+            "category": name_column([name for _, name, _ in rows]),
+            "loss": number_column(np.asarray([c.loss for _, _, c in rows], "float32")),
+            "samples": number_column(np.asarray([c.samples for _, _, c in rows], "int32")),
         }
     )
 
