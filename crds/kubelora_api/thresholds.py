@@ -325,7 +325,10 @@ OPTIMIZER_STATE_LOST: Final = Threshold(
     "Resume from a checkpoint with its state.",
     reason="Adam's first steps from nothing have a size of 1 (3.2 where its step count is kept), "
     "settled ones 0.2 to 0.6; moments average over ten steps and more, so a healthy size changes "
-    "by some per cent from one step to the next.",
+    "by some per cent from one step to the next. Prodigy is not judged: its steps grow by "
+    "themselves while it finds its rate. Whichever the optimizer, a resume is refused where its "
+    "state does not know of every step of the checkpoint's manifest; this limit is for what is "
+    "lost later.",
 )
 
 THRESHOLDS: Final = (

@@ -50,10 +50,12 @@ Recorded = Mapping[tuple[str, int], Verdict]
 
 def judge_fault(fault: Fault, seen: Observation) -> Outcome:
     """Whether the fault was found by its limit, and beside it nothing critical that is absurd."""
-    expected = seen.findings.get(fault.expected)
-    absurd = seen.critical - {fault.expected} - fault.also
-    good = expected is not None and expected.step <= fault.limit and not absurd
-    return good, expected.step if expected else None, _told(seen)
+    names = {fault.expected} | fault.sooner
+    steps = [seen.findings[name].step for name in names & seen.findings.keys()]
+    absurd = seen.critical - names - fault.also
+    found = min(steps, default=None)
+    good = found is not None and found <= fault.limit and not absurd
+    return good, found, _told(seen)
 
 
 def judge_healthy(seen: Observation) -> Outcome:

@@ -37,7 +37,9 @@ class Fault:
     """One row.
 
     number: of the fault; several rows may show one. expected: finding that must appear, at
-    ``limit`` at the latest. also: other critical findings that are right, too.
+    ``limit`` at the latest. also: other critical findings that follow from the fault, for the
+    reason that stands beside them; any other beside the expected one is absurd. sooner: a finding
+    that names the fault as well and may end the run before the expected one can come.
     """
 
     number: int
@@ -46,6 +48,7 @@ class Fault:
     limit: int
     observe: Observe
     also: frozenset[str] = frozenset()
+    sooner: frozenset[str] = frozenset()
 
 
 def run_with(
@@ -127,7 +130,8 @@ FAULTS: tuple[Fault, ...] = (
             dataset={"crop": "center"},
             adapter={"rank": 4, "targetPatterns": ["mid_block.*attn.*to_.*"]},  # for speed alone
         ),
-        frozenset({"GradientAbsorbed", "GradientImbalance"}),  # sums that far off disagree, too
+        # Sums of both factors are off by 5 %, each in its own way, and the identity with them.
+        frozenset({"GradientImbalance"}),
     ),
     *(
         Fault(
@@ -140,7 +144,6 @@ FAULTS: tuple[Fault, ...] = (
                 precision=dict(LOSSY["accumulator"]),
                 training={"gradientAccumulation": 4},
             ),
-            frozenset({"AccumulationError", "LossDiverged"}),
         )
         for last in (False, True)
     ),
@@ -200,7 +203,10 @@ FAULTS: tuple[Fault, ...] = (
         "GradientUnderflow",
         9,
         run_with(broken.unscaled, precision={"compute": "fp16"}),
+        # What is too small on its way to lora_A is not what is too small on its way to lora_B.
         frozenset({"GradientImbalance"}),
+        # In step 2, where lora_B is 1e-4, all of a module's lora_A may be too small, and says so.
+        sooner=frozenset({CONTRACT}),
     ),
     Fault(
         8,
@@ -215,7 +221,7 @@ FAULTS: tuple[Fault, ...] = (
         "BaselineDeparture",
         18,
         scaled_against_a_baseline,
-        frozenset({"UpdatesDamped"}),  # such gradients are smaller than Adam's eps
+        frozenset({"UpdatesDamped"}),  # gradients of 1e-4 are 1e-8 then, as small as Adam's eps
     ),
     Fault(
         10,
@@ -279,7 +285,6 @@ FAULTS: tuple[Fault, ...] = (
         run_with(
             around=lambda: broken.schedule(lambda step, rate: rate * 2.0 ** max(0, step - 5)),
         ),
-        frozenset({"UpdatesTooLarge"}),
     ),
     Fault(
         18,
@@ -288,7 +293,9 @@ FAULTS: tuple[Fault, ...] = (
         "UpdatesTooLarge",
         9,
         run_with(training={"learningRate": 1.0}),
-        frozenset({"LossDiverged", "GradientUnderflow", "DeadModules"}),  # nothing is left to train
+        # Weights of size 1 make every attention certain; a softmax that gives 1 and 0 has the
+        # derivative 0, and to_q and to_k with it: in part of the elements, then in all.
+        frozenset({"GradientUnderflow", "DeadModules"}),
     ),
     Fault(19, "lora_B stays 0", CONTRACT, 2, run_with(broken.frozen_up_projections)),
     Fault(
@@ -297,7 +304,8 @@ FAULTS: tuple[Fault, ...] = (
         "RanksDiverged",
         6,
         unsynchronised,
-        frozenset({"GradientImbalance"}),  # from then on gradients of two adapters are summed
+        # From then on the gradients of two adapters are summed, and held against one of them.
+        frozenset({"GradientImbalance"}),
     ),
     Fault(  # known by the manifest's step, before anything has moved
         22,

@@ -4,7 +4,8 @@ Each is a configuration that people use, or a phase that looks ill and is not: l
 gradient at the start, a rate of 0, clipping, captions without words.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.numerics import injections
@@ -13,25 +14,41 @@ from tests.numerics.bench import (
     Injection,
     Observation,
     against_a_baseline,
+    continue_run,
     observe_run,
     sound,
 )
 from tests.numerics.scene import Photographs, Scene
 
+Run = Callable[[Scene, Configuration, int, Path, Injection], Observation]
+"""A run, or several in a row, of a configuration and a seed into a folder."""
+
 
 @dataclass(frozen=True)
 class Healthy:
-    """One configuration. baseline: whether it is held against an earlier run, of another seed."""
+    """One configuration. run: how a run of it is done; as a whole, by itself, if nothing else."""
 
     name: str
     configuration: Configuration
     injection: Injection = sound
-    baseline: bool = False
+    run: Run = observe_run
 
     def observe(self, scene: Scene, seed: int, output: Path) -> Observation:
         """The run of a seed."""
-        run = against_a_baseline if self.baseline else observe_run
-        return run(scene, self.configuration, seed, output, self.injection)
+        return self.run(scene, self.configuration, seed, output, self.injection)
+
+
+def resumed(
+    scene: Scene, configuration: Configuration, seed: int, output: Path, injection: Injection
+) -> Observation:
+    """A run that ends in the middle of its tenth window and goes on from its ninth step."""
+    every = {"checkpoint": {"everySteps": 9}}
+    cut = replace(configuration, spec={**configuration.spec, **every})
+    first = observe_run(scene, cut, seed, output, injections.ends_before(10))
+    assert first.steps == 9, first
+    rest = continue_run(scene, cut, seed, output, injection)
+    assert rest.numbers[0].step == 10, rest
+    return replace(rest, findings={**first.findings, **rest.findings})
 
 
 def vary(
@@ -152,11 +169,23 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy(
         "against a baseline of another seed",
         Configuration({"training": {"steps": 32}}),
-        baseline=True,
+        run=against_a_baseline,
     ),
     Healthy(
         "against a baseline of another seed, cosine",
         Configuration({"training": {"steps": 48, "schedule": {"name": "cosine"}}}),
-        baseline=True,
+        run=against_a_baseline,
+    ),
+    *(
+        Healthy(
+            f"interrupted and resumed, {name}",
+            Configuration({"adapter": {"rank": 64}, "training": training}),
+            run=resumed,
+        )
+        for name, training in (
+            ("adamw", {}),
+            ("adamw8bit", {"optimizer": {"name": "adamw8bit"}}),
+            ("prodigy", {"optimizer": {"name": "prodigy"}, "learningRate": 1.0, "steps": 20}),
+        )
     ),
 )

@@ -16,7 +16,13 @@ from tests.numerics.results_page import FaultRow, HealthyRow, page
 from tests.trainer.engine import Engine
 
 FAULT = Fault(
-    99, "a fault", "Expected", 9, lambda scene, seed, output: seen({}), frozenset({"AlsoRight"})
+    99,
+    "a fault",
+    "Expected",
+    9,
+    lambda scene, seed, output: seen({}),
+    frozenset({"AlsoRight"}),
+    frozenset({"Sooner"}),
 )
 
 
@@ -37,6 +43,10 @@ def critical(step: int) -> Seen:
         ({"Expected": critical(9), "Other": critical(3)}, False),
         ({"Expected": critical(9), "AlsoRight": critical(3)}, True),
         ({"Expected": critical(9), "Other": Seen(3, "warning", None, None)}, True),
+        ({"AlsoRight": critical(3)}, False),
+        ({"Sooner": critical(3)}, True),
+        ({"Sooner": critical(10)}, False),
+        ({"Sooner": critical(3), "Other": critical(3)}, False),
         ({}, False),
     ],
 )

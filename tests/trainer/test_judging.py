@@ -239,6 +239,14 @@ def test_an_optimizer_that_began_anew_shows_in_the_first_three_steps(lost: bool)
         assert state.found["OptimizerStateLost"].value == pytest.approx(0.74 / 0.4)
 
 
+def test_steps_of_an_optimizer_that_finds_its_rate_may_grow_after_a_resume() -> None:
+    # Its second moment remembers gradients that were scaled by a smaller rate.
+    state, prodigy = resumed(run(*many(20, STEP))), replace(FACTS, finds_rate=True)
+    for one in scales(0.8, 1.0, 1.2, first=21):
+        state = observe(state, one, prodigy)
+    assert "OptimizerStateLost" not in state.found
+
+
 def test_sizes_that_jump_later_than_at_a_resume_are_no_lost_state() -> None:
     state = resumed(run(*many(20, STEP)))
     assert run(*scales(0.4, 0.4, 0.4, 1.0, 1.0, 1.0, first=21), state=state).found == {}

@@ -55,7 +55,8 @@ class FactorFacts:
 class RunFacts:
     """What does not change during a run.
 
-    compute: type of the passes. dropout: share of the adapter's inputs that is set to 0. factors:
+    compute: type of the passes. dropout: share of the adapter's inputs that is set to 0.
+    finds_rate: whether the optimizer multiplies the rate by a number of its own (Prodigy). factors:
     in slot order.
     """
 
@@ -65,6 +66,7 @@ class RunFacts:
     total_steps: int
     dropout: float
     factors: tuple[FactorFacts, ...]
+    finds_rate: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def facts_of(
         total_steps=total_steps,
         dropout=dropout,
         factors=factors,
+        finds_rate=training.optimizer.name == "prodigy",
     )
 
 
@@ -220,6 +223,8 @@ def _clipping(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
 
 
 def _first_steps_resumed(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    if facts.finds_rate:  # steps grow by themselves while the rate does
+        return {None: math.nan}
     values: dict[str | None, float] = {}
     for group, before in memory.before.items():
         scale = numbers.groups[group].update_scale if group in numbers.groups else math.nan
