@@ -86,6 +86,13 @@ class Adapter(ApiModel):
         description="true multiplies the update by alpha / sqrt(rank) (rank-stabilised LoRA), so "
         "that a large rank learns as fast as a small one. Default false.",
     )
+    dora: bool = Field(
+        False,
+        description="true trains DoRA: each output channel's weights keep a norm of their own, a "
+        "magnitude, that is trained beside their direction. It costs a number a channel, and "
+        "time, for norms are computed in every pass. The file is in diffusers' format alone. "
+        "Default false.",
+    )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
         description="Share of the adapter's inputs, 0 to below 1, set to zero at random in each "
@@ -303,6 +310,13 @@ class JobSpec(ApiModel):
             "workers.gpusPerNode; leave it out, gpusPerNode sets it",
             check=_gpu_limit_agrees,
             at="podTemplate",
+        ),
+        Rule(
+            cel="!self.adapter.dora || self.precision.masterWeights == 'fp32'",
+            message="adapter.dora needs precision.masterWeights fp32: an update of a magnitude is "
+            "too small for bf16",
+            check=lambda s: not s.adapter.dora or s.precision.master_weights == "fp32",
+            at="adapter",
         ),
         Rule(
             cel="self.training.gradientAccumulation >= self.workers.nodes * "

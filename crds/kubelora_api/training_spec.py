@@ -182,9 +182,9 @@ class Training(ApiModel):
     ] = Field(
         default_factory=dict,
         description="Peak learning rate by factor: keys are regular expressions matched against "
-        "the end of a factor's name (its layer's, then .lora_A or .lora_B), such as "
-        "text_encoder.*, mid_block.* or .*to_k.lora_B; the first that matches wins over "
-        "learningRate. All follow the schedule. Default: none, at most 64.",
+        "the end of a factor's name (its layer's, then .lora_A, .lora_B or, of DoRA, "
+        ".lora_magnitude_vector), such as text_encoder.*, mid_block.* or .*to_k.lora_B; the first "
+        "that matches wins over learningRate. All follow the schedule. Default: none, at most 64.",
     )
     lora_plus_ratio: Annotated[float, Field(gt=0, le=1000)] = Field(
         1.0,

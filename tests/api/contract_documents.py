@@ -80,6 +80,17 @@ WRONG: tuple[Wrong, ...] = (
     ),
     Wrong("start by ftp", "spec/adapter/from", "ftp://host/lora", "spec.adapter.from"),
     Wrong("rsLora as text", "spec/adapter/rsLora", "yes", "spec.adapter.rsLora"),
+    Wrong("dora as text", "spec/adapter/dora", "yes", "spec.adapter.dora"),
+    Wrong(
+        "magnitudes in bf16",
+        "spec",
+        base()["spec"]
+        | {
+            "adapter": {"dora": True},
+            "precision": {"masterWeights": "bf16", "allowLossyPrecision": True},
+        },
+        "spec.adapter",
+    ),
     Wrong("unknown init", "spec/adapter/init", "zeros", "spec.adapter.init"),
     Wrong("bad pattern", "spec/adapter/rankPattern", {"to_(q": 8}, "spec.adapter.rankPattern"),
     Wrong("look-ahead", "spec/adapter/alphaPattern", {"(?=a)": 8}, "spec.adapter.alphaPattern"),
@@ -389,6 +400,7 @@ RIGHT: dict[str, Document] = {
     ),
     "a revision": changed("spec/model/uri", "hf://org/repo@refs/pr/3"),
     "a file on the hub": changed("spec/model/uri", "hf://org/repo/a/fine.safetensors@v1"),
+    "a DoRA": changed("spec/adapter", {"dora": True, "targets": "all", "dropout": 0.1}),
     "lossy, and meant": changed(
         "spec/precision",
         {"accumulator": "bf16", "masterWeights": "bf16", "allowLossyPrecision": True},

@@ -20,6 +20,7 @@ from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.checkpoint import RunPosition, resume, resume_from, save_checkpoint
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
+from kubelora_trainer.dora import channel_norms
 from kubelora_trainer.exporter import Exporter, TrainerMetrics
 from kubelora_trainer.gang import ALONE, Gang, led
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
@@ -31,7 +32,7 @@ from kubelora_trainer.moving_average import open_average
 from kubelora_trainer.optimizer_choice import open_optimizer
 from kubelora_trainer.order import Plan
 from kubelora_trainer.output import OutputFolder, claim_output
-from kubelora_trainer.precision import PrecisionPlan
+from kubelora_trainer.precision import MAGNITUDE, PrecisionPlan
 from kubelora_trainer.progress import LineView
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.rollback import go_back, gone_back
@@ -68,7 +69,8 @@ def job(output: str = "out", **training: object) -> LoraTrainingJob:
     )
 
 
-def tiny_factors(rank: int = 2, width: int = 5, seed: int = 0) -> list[Factor]:
+def tiny_factors(rank: int = 2, width: int = 5, seed: int = 0, dora: bool = False) -> list[Factor]:
+    """Of two modules whose frozen weight is the identity; dora: with magnitudes, all 1 then."""
     factors = []
     for block in ("down", "up"):
         generator = torch.Generator().manual_seed(len(block) + 100 * seed)
@@ -78,20 +80,32 @@ def tiny_factors(rank: int = 2, width: int = 5, seed: int = 0) -> list[Factor]:
             Factor(f"{block}_blocks.0.to_q", f"{block}.lora_A", down),
             Factor(f"{block}_blocks.0.to_q", f"{block}.lora_B", up),
         ]
+        if dora:
+            ones = nn.Parameter(torch.ones(width))
+            factors.append(Factor(f"{block}_blocks.0.to_q", f"{block}.{MAGNITUDE}", ones))
     return factors
 
 
 def objective_of(factors: list[Factor], seed: int = 0) -> Callable[[int], Loss]:
-    """A function of the micro-step and the weights: Σ over modules of |x + B·A·x - y|²."""
+    """A function of the micro-step and the weights: Σ over modules of |q·(x + B·A·x) - y|².
+
+    q: of a DoRA, m / ‖1 + B·A‖ by channel; else 1.
+    """
     width = factors[0].parameter.shape[1]
+    by_name = {factor.name: factor.parameter for factor in factors}
+    modules = {factor.module for factor in factors}
+    eye = torch.eye(width)
 
     def objective(micro_step: int) -> Loss:
         generator = torch.Generator().manual_seed(micro_step + 100_000 * seed)
         x = torch.randn(width, generator=generator)
         total = torch.zeros(())
-        for down, up in zip(factors[::2], factors[1::2], strict=True):
-            answer = up.parameter @ (down.parameter @ x.to(down.parameter.dtype))
-            total = total + (x + answer.float() - x.flip(0)).square().sum()
+        for module in sorted(modules):
+            down, up = by_name[f"{module}.lora_A"], by_name[f"{module}.lora_B"]
+            answer = x + (up @ (down @ x.to(down.dtype))).float()
+            if (magnitude := by_name.get(f"{module}.{MAGNITUDE}")) is not None:
+                answer = magnitude / channel_norms(eye, down, up, 1.0) * answer
+            total = total + (answer - x.flip(0)).square().sum()
         return Loss(total, 1)
 
     return objective
@@ -119,6 +133,7 @@ class Engine:
         rank: int = 2,
         width: int = 5,
         draws: int = 0,
+        dora: bool = False,
         baseline: Path | None = None,
         **training: object,
     ) -> None:
@@ -132,7 +147,7 @@ class Engine:
         )
         assert isinstance(claimed, OutputFolder)
         self.folder: OutputFolder = claimed
-        self.factors = tiny_factors(rank, width, draws)
+        self.factors = tiny_factors(rank, width, draws, dora)
         self.buffers = AdapterBuffers(self.factors, precision, gang.tail_elements(0))
         spec: Training = self.job.spec.training
         scales = rate_scales(self.buffers.slots, spec)

@@ -14,6 +14,7 @@ from kubelora_trainer.base_model import load_unet
 from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import NumericalError
+from kubelora_trainer.material import factors_of
 from kubelora_trainer.optimizer import FlatAdamW, clip_coefficient
 from kubelora_trainer.precision import PrecisionPlan
 
@@ -58,14 +59,6 @@ def adapted_unet(
     return unet, add_adapter(unet, adapter, seed=3)
 
 
-def factors_of(modules: tuple[AdapterModule, ...]) -> list[Factor]:
-    return [
-        Factor(m.name, f"{m.group_block}.{name}", parameter)
-        for m in modules
-        for name, parameter in (("lora_A", m.lora_a), ("lora_B", m.lora_b))
-    ]
-
-
 def loss_of(unet: nn.Module, inputs: dict[str, object]) -> Tensor:
     with torch.autocast("cpu", dtype=BF16):
         output = unet(**inputs).sample
@@ -78,8 +71,15 @@ def loss_of(unet: nn.Module, inputs: dict[str, object]) -> Tensor:
     [
         (Adapter(rank=4), False, 20),
         (Adapter(rank=4, targets="all", rs_lora=True, rank_pattern={"conv1": 3}), True, 6),
+        (Adapter(rank=4, dora=True), False, 12),
+        (Adapter(rank=4, targets="all", dora=True, alpha_pattern={"to_q": 9}), True, 6),
     ],
-    ids=["attention", "all with convolutions, checkpointing"],
+    ids=[
+        "attention",
+        "all with convolutions, checkpointing",
+        "DoRA",
+        "DoRA with convolutions, checkpointing",
+    ],
 )
 def test_steps_equal_fp32_parameters_under_autocast_bit_by_bit(
     demo: DemoPaths, adapter: Adapter, checkpointing: bool, steps: int
@@ -88,7 +88,10 @@ def test_steps_equal_fp32_parameters_under_autocast_bit_by_bit(
     plain_unet, plain_modules = adapted_unet(demo.model, adapter, checkpointing)
     flat_unet, flat_modules = adapted_unet(demo.model, adapter, checkpointing)
     parameters = {f.name: f.parameter for f in factors_of(plain_modules)}
-    reference = torch.optim.AdamW(parameters.values(), lr=1e-3, weight_decay=0.01, fused=True)
+    magnitudes = [f.parameter for f in factors_of(plain_modules) if f.is_magnitude]
+    matrices = [p for m in plain_modules for p in (m.lora_a, m.lora_b)]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": magnitudes, "weight_decay": 0}]
+    reference = torch.optim.AdamW(groups, lr=1e-3, fused=True)
     buffers = AdapterBuffers(factors_of(flat_modules), DEFAULT)
     optimizer = FlatAdamW(buffers, Optimizer())
     for step in range(steps):
@@ -106,7 +109,8 @@ def test_steps_equal_fp32_parameters_under_autocast_bit_by_bit(
     for slot in buffers.slots:
         expected = parameters[slot.factor.name].detach()
         assert torch.equal(slot.of(buffers.masters), expected), slot.factor.name
-        assert torch.equal(slot.of(buffers.working), expected.to(BF16))
+        seen = expected if slot.factor.is_magnitude else expected.to(BF16)
+        assert torch.equal(buffers.computed_with(slot), seen)
         if slot.factor.name.endswith("lora_B"):
             assert slot.of(buffers.masters).abs().max() > 1e-3
 
@@ -185,15 +189,15 @@ def test_the_memory_that_is_told_at_the_start_is_what_the_tensors_hold(
     """Of the adapter's own fp32 parameters nothing is left; AdamW counts steps in 4 bytes each."""
     before = held_bytes()
     factors = [
-        Factor("layer", f"{block}.lora_{ab}", nn.Parameter(torch.zeros(64, 1000)))
+        Factor("layer", f"{block}.{name}", nn.Parameter(torch.zeros(64, 1000)))
         for block in ("down", "up")
-        for ab in "AB"
+        for name in ("lora_A", "lora_B", "lora_magnitude_vector")
     ]
     buffers = AdapterBuffers(factors, plan)
     optimizer = FlatAdamW(buffers, Optimizer())
     held = held_bytes() - before - 4 * len(factors)
-    told = buffers.numel * sum(plan.bytes_per_parameter().values()) + optimizer.state_bytes
-    assert buffers.numel == 256_000
+    told = sum(buffers.copy_bytes().values()) + optimizer.state_bytes
+    assert buffers.numel == 384_000
     assert held == told
 
 

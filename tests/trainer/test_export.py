@@ -77,15 +77,17 @@ def test_the_file_is_described_by_its_hash_and_size_and_is_the_same_every_time(
 
 def test_masters_are_written_in_place_of_the_working_copy(demo: DemoPaths, tmp_path: Path) -> None:
     unet, layers = _trained(demo.model, Adapter(rank=4), torch.bfloat16)
-    masters = [(one.lora_a + 1e-5, one.lora_b + 1e-5) for one in layers]
     modules = [one.module for one in layers]
+    masters = {
+        f"{module.full_name}.{name}": parameter.detach() + 1e-5
+        for module in modules
+        for name, parameter in module.factors.items()
+    }
     layers = trained_layers(modules, masters)
     file = export_diffusers(unet, layers, tmp_path)
     state = load_file(file.path)
     assert len(state) == 2 * len(modules)
-    for module, (a, b) in zip(modules, masters, strict=True):
-        assert torch.equal(state[f"unet.{module.name}.lora_A.weight"], a)
-        assert torch.equal(state[f"unet.{module.name}.lora_B.weight"], b)
+    assert all(torch.equal(state[f"unet.{name}.weight"], own) for name, own in masters.items())
     half = export_diffusers(unet, layers, tmp_path, dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in load_file(half.path).values()} == {torch.bfloat16}
 

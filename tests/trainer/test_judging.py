@@ -84,6 +84,15 @@ def test_layers_that_read_the_text_are_no_dead_modules_where_they_are_all_silent
     assert value(thresholds.DEAD_MODULES, another) == 1.0
 
 
+def test_a_silent_dora_that_reads_the_text_is_one_module_of_three_factors() -> None:
+    magnitude = FactorFacts("down.lora_magnitude_vector", 20, True)
+    facts = replace(FACTS, factors=(*FACTS.factors, magnitude))
+    silent = replace(STEP, dead_modules=1, factor_norms=[1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+    assert math.isnan(value(thresholds.DEAD_MODULES, silent, facts=facts))
+    another = replace(silent, factor_norms=[0.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+    assert value(thresholds.DEAD_MODULES, another, facts=facts) == 1.0
+
+
 def test_backward_passes_are_counted_per_micro_batch() -> None:
     assert value(thresholds.BACKWARD_PASSES_MISSING, replace(STEP, backward_passes=1)) == 0.25
 

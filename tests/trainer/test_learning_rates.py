@@ -91,3 +91,16 @@ def test_the_first_step_moves_each_factor_by_its_own_rate(tmp_path: Path) -> Non
         if slot.factor.name.endswith("lora_B")
     }
     assert moved == pytest.approx({"down.lora_B": 8e-3, "up.lora_B": 4e-3}, rel=1e-4)
+
+
+def test_magnitudes_have_the_rate_itself_unless_a_pattern_says_another() -> None:
+    """LoRA+ is about lora_B alone."""
+    factors = [
+        Factor("mid_block.to_k", f"mid.{name}", nn.Parameter(torch.ones(1, 1)))
+        for name in ("lora_A", "lora_B", "lora_magnitude_vector")
+    ]
+    slots = AdapterBuffers(factors, PrecisionPlan(FP32, FP32, FP32)).slots
+    plus = Training.model_validate({"steps": 1, "loraPlusRatio": 16})
+    assert rate_scales(slots, plus) == [1.0, 16.0, 1.0]
+    own = {"learningRate": 1e-4, "learningRates": {r"lora_magnitude_vector": 5e-4}}
+    assert rate_scales(slots, Training.model_validate({"steps": 1, **own})) == [1.0, 1.0, 5.0]

@@ -337,3 +337,41 @@ def test_the_watchdog_judges_a_run_of_every_optimizer(tmp_path: Path, name: Opti
     engine.train()
     assert engine.reporter.watch.verdict == "Healthy"
     assert "UpdatesLost" in engine.reporter.watch.judged
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(6,), (1, 6, 1, 1)], ids=["linear", "convolution"])
+def test_weight_decay_leaves_magnitudes_alone(name: OptimizerName, shape: tuple[int, ...]) -> None:
+    """lora_B and the magnitudes have no gradient: decay alone would move them, and moves lora_B."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"lora_A": (4, 6), "lora_B": (6, 4), "lora_magnitude_vector": shape}
+    factors = [
+        Factor("a", f"down.{name}", nn.Parameter(1 + torch.rand(of, generator=generator)))
+        for name, of in shapes.items()
+    ]
+    buffers = AdapterBuffers(factors, PLAN)
+    before = buffers.masters.clone()
+    optimizer = open_optimizer(buffers, Optimizer(name=name, weight_decay=0.5))
+    buffers.by_factor(buffers.gradient)["a.lora_A"].fill_(1.0)
+    optimizer.step(1.0 if name == "prodigy" else 1e-2, FINITE)
+    now, was = buffers.by_factor(buffers.masters), buffers.by_factor(before)
+    assert bool((now["a.lora_A"] != was["a.lora_A"]).all())
+    assert bool((now["a.lora_B"] < was["a.lora_B"]).all())
+    assert torch.equal(now["a.lora_magnitude_vector"], was["a.lora_magnitude_vector"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_magnitudes_follow_their_gradient(name: OptimizerName) -> None:
+    """Of one sign, they grow; as fp32 numbers, also where a step is below bf16's spacing."""
+    factors = [
+        Factor("a", "down.lora_A", nn.Parameter(torch.ones(4, 6))),
+        Factor("a", "down.lora_magnitude_vector", nn.Parameter(torch.full((6,), 1.5))),
+    ]
+    buffers = AdapterBuffers(factors, PLAN)
+    optimizer = open_optimizer(buffers, Optimizer(name=name))
+    rate = 1.0 if name == "prodigy" else 1e-4  # of which prodigy makes 1e-6
+    run(buffers, optimizer, [torch.full((buffers.numel,), -1.0)] * 3, rate)
+    found = buffers.by_factor(buffers.masters)["a.lora_magnitude_vector"]
+    assert bool((found > 1.5).all())
+    assert torch.equal(found, found[:1].expand(6))
+    assert torch.equal(found.bfloat16(), torch.full((6,), 1.5).bfloat16())

@@ -1,7 +1,7 @@
 """A run that is interrupted anywhere, as often as one likes, ends with the same bits.
 
 Over configurations: optimizer, schedule, warm-up, accumulation, rates by factor, moving average,
-precision. The engine is tiny, everything in it is the real thing.
+precision, DoRA. The engine is tiny, everything in it is the real thing.
 """
 
 import tempfile
@@ -69,20 +69,30 @@ def interrupted_runs(draw: st.DrawFn) -> tuple[dict[str, Any], list[int]]:
 
 # Factors of 64 x 64 reach the 4,096 elements from which on bitsandbytes takes 8 bits.
 @settings(max_examples=40, deadline=None)
-@given(interrupted_runs(), st.sampled_from(PLANS), st.sampled_from([(2, 5), (64, 64)]))
+@given(
+    interrupted_runs(),
+    st.sampled_from(PLANS),
+    st.sampled_from([(2, 5), (64, 64)]),
+    st.booleans(),
+)
 @example(
     ({"steps": STEPS, "gradientAccumulation": 3, "optimizer": {"name": "adamw8bit"}}, [2, 5]),
     PLANS[0],
     (64, 64),
+    False,
 )
+@example(({"steps": STEPS, "gradientAccumulation": 3}, [2, 5]), PLANS[0], (2, 5), True)
 def test_any_interruption_of_any_configuration_ends_with_the_same_bits(
-    run: tuple[dict[str, Any], list[int]], plan: PrecisionPlan, size: tuple[int, int]
+    run: tuple[dict[str, Any], list[int]],
+    plan: PrecisionPlan,
+    size: tuple[int, int],
+    dora: bool,
 ) -> None:
     training, parts = run
     rank, width = size
 
     def engine(path: Path) -> Engine:
-        return Engine(path, precision=plan, rank=rank, width=width, **training)
+        return Engine(path, precision=plan, rank=rank, width=width, dora=dora, **training)
 
     with tempfile.TemporaryDirectory() as folder:
         whole = engine(Path(folder) / "whole")
@@ -122,7 +132,7 @@ def same_state(one: Engine, other: Engine) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: str(o))
 def test_what_is_compared_does_move(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     # Were nothing trained, every comparison above would hold.
-    engine = Engine(tmp_path, steps=STEPS, optimizer=optimizer, ema={"enabled": True})
+    engine = Engine(tmp_path, steps=STEPS, optimizer=optimizer, ema={"enabled": True}, dora=True)
     before = engine.buffers.masters.clone()
     engine.train()
     assert all(s.of(engine.buffers.masters - before).any() for s in engine.buffers.slots)

@@ -110,6 +110,16 @@ def test_lora_a_is_waited_for_while_fp16_rounds_lora_b_to_zero() -> None:
         first.observe(numbers([0.0, 1.0, 0.0, 1.0], rate=1.11e-6))
 
 
+def test_magnitudes_must_have_a_gradient_in_the_first_step_and_are_no_business_of_the_second() -> (
+    None
+):
+    slots = buffers_of(tiny_factors(dora=True)).slots  # A, B of down and up, then both magnitudes
+    FirstGradients(slots, 0).observe(numbers([0.0, 1.0, 0.0, 1.0, 1.0, 1.0]))
+    with pytest.raises(NumericalError, match=r"up_blocks\.0\.to_q: the gradient of lora_magn"):
+        FirstGradients(slots, 0).observe(numbers([0.0, 1.0, 0.0, 1.0, 1.0, 0.0]))
+    FirstGradients(slots, 1).observe(numbers([1.0, 1.0, 1.0, 1.0, 0.0, 0.0]))
+
+
 def test_a_window_whose_every_weight_is_0_is_not_judged() -> None:
     slots = buffers_of(tiny_factors()).slots
     first = FirstGradients(slots, moved_before=0)

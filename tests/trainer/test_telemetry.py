@@ -90,6 +90,33 @@ def test_underflow_in_fp16_is_judged_on_scaled_gradients() -> None:
     assert scaled.loss_scale == 2.0**16
 
 
+def test_underflow_of_magnitudes_is_judged_in_the_type_they_are_computed_in() -> None:
+    """fp32 has numbers down to 1.4e-45; the passes' fp16 ends at 6e-8."""
+    plan = PrecisionPlan(torch.float16, FP32, FP32)
+    numbers = measured({"down.a.lora_A": [1e-9, 1.0], "down.a.lora_magnitude_vector": [1e-9]}, plan)
+    assert numbers.groups["down.lora_A"].grad_underflow_ratio == 0.5
+    assert numbers.groups["down.lora_magnitude_vector"].grad_underflow_ratio == 0.0
+    assert plan.narrowest_in("down.lora_A") == torch.float16
+    assert plan.narrowest_in("down.lora_magnitude_vector") == FP32
+    lossy = PrecisionPlan(BF16, BF16, FP32)
+    assert lossy.narrowest_in("down.lora_magnitude_vector") == BF16
+
+
+def test_the_balance_is_of_the_pair_and_not_of_the_magnitudes() -> None:
+    # A = (1, 1) and B = (1): A·gAᵀ = 3 + 4 is gBᵀ·B = 7.
+    factors = {
+        "down.a.lora_A": [3.0, 4.0],
+        "down.a.lora_B": [7.0],
+        "down.a.lora_magnitude_vector": [5.0],
+    }
+    numbers = measured(factors, PrecisionPlan(FP32, FP32, FP32))
+    assert numbers.groups["down.lora_A"].lora_balance == pytest.approx(0.0, abs=1e-7)
+    assert numbers.groups["down.lora_B"].lora_balance == pytest.approx(0.0, abs=1e-7)
+    assert math.isnan(numbers.groups["down.lora_magnitude_vector"].lora_balance)
+    assert math.isnan(numbers.factor_balance[2])
+    assert numbers.groups["down.lora_magnitude_vector"].grad_norm == 5.0
+
+
 def test_the_update_ratio_is_void_where_the_rate_is_next_to_nothing() -> None:
     numbers = measured({"down.a.lora_A": [1.0]}, judge=False)
     assert math.isnan(numbers.groups["down.lora_A"].update_lost_ratio)

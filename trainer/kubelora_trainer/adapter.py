@@ -18,7 +18,9 @@ from torch import nn
 
 from kubelora_api.spec import Adapter
 from kubelora_trainer.adapter_targets import check_patterns, matching, target_names
+from kubelora_trainer.dora import channel_norms, take_over
 from kubelora_trainer.heavy_imports import FOR_QUANTISED_MODELS, not_found
+from kubelora_trainer.precision import MAGNITUDE
 from kubelora_trainer.sgm_names import Part
 
 ADAPTER_NAME = "default"
@@ -35,6 +37,8 @@ class AdapterModule:
     a block of its own.
     lora_a: down-projection, rank x inputs. lora_b: up-projection, outputs x rank. Of a
     convolution: rank x inputs x height x width, and outputs x rank x 1 x 1.
+    magnitude: DoRA's, outputs (of a convolution 1 x outputs x 1 x 1); None without DoRA.
+    base_weight: what is adapted, frozen; needed for DoRA's norms alone.
     """
 
     name: str
@@ -44,6 +48,14 @@ class AdapterModule:
     rank: int
     alpha: float
     part: Part = "unet"
+    magnitude: nn.Parameter | None = None
+    base_weight: torch.Tensor | None = None
+
+    @property
+    def factors(self) -> dict[str, nn.Parameter]:
+        """What is trained, by peft's names."""
+        both = {"lora_A": self.lora_a, "lora_B": self.lora_b}
+        return both if self.magnitude is None else both | {MAGNITUDE: self.magnitude}
 
     @property
     def full_name(self) -> str:
@@ -55,6 +67,14 @@ class AdapterModule:
         """What the update is multiplied by."""
         return self.alpha / self.rank
 
+    @torch.no_grad()
+    def norms(self) -> torch.Tensor:
+        """DoRA's norms of the adapted weight as it now is, fp32, in the magnitudes' shape."""
+        if self.magnitude is None or self.base_weight is None:
+            raise ValueError(f"{self.full_name} has no magnitudes")
+        norms = channel_norms(self.base_weight, self.lora_a, self.lora_b, self.scale)
+        return norms.view_as(self.magnitude)
+
 
 @dataclass(frozen=True)
 class TrainedLayer:
@@ -63,17 +83,21 @@ class TrainedLayer:
     module: AdapterModule
     lora_a: torch.Tensor
     lora_b: torch.Tensor
+    magnitude: torch.Tensor | None = None
 
 
 def trained_layers(
-    modules: Sequence[AdapterModule],
-    masters: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    modules: Sequence[AdapterModule], masters: Mapping[str, torch.Tensor] | None = None
 ) -> list[TrainedLayer]:
-    """Modules with their masters, (lora_a, lora_b) in the modules' order; None: their own."""
-    pairs = masters or [(module.lora_a.detach(), module.lora_b.detach()) for module in modules]
-    return [
-        TrainedLayer(m, a.detach(), b.detach()) for m, (a, b) in zip(modules, pairs, strict=True)
-    ]
+    """Modules with their masters, by factor (``module.lora_A``); None: with their own numbers."""
+    layers = []
+    for module in modules:
+        if masters is None:
+            found = {name: parameter.detach() for name, parameter in module.factors.items()}
+        else:
+            found = {name: masters[f"{module.full_name}.{name}"] for name in module.factors}
+        layers.append(TrainedLayer(module, found["lora_A"], found["lora_B"], found.get(MAGNITUDE)))
+    return layers
 
 
 def add_adapter(
@@ -87,7 +111,7 @@ def add_adapter(
     also_adapted: full names of other parts' layers, which patterns may mean.
     Modules come in the order of the UNet's own modules. Without alpha it is ``adapter.rank``, for
     modules of another rank by rankPattern too, as in peft.
-    Raises ConfigurationError for a pattern that matches no target.
+    Raises ConfigurationError for a pattern that matches no target, and as `initialised_modules`.
     """
     targets = target_names(unet, adapter.targets, adapter.target_patterns)
     adapted = targets if also_adapted is None else [*targets, *also_adapted]
@@ -119,6 +143,7 @@ def peft_config(
         rank_pattern=dict(ranks),
         alpha_pattern={key: _plain(value) for key, value in alphas.items()},
         use_rslora=adapter.rs_lora,
+        use_dora=adapter.dora,
         lora_dropout=adapter.dropout,
         init_lora_weights=True,
     )
@@ -127,10 +152,13 @@ def peft_config(
 def initialised_modules(
     model: nn.Module, part: Part, init: Init, seed: int
 ) -> tuple[AdapterModule, ...]:
-    """The adapters in ``model``, fp32, lora_A drawn anew and lora_B 0."""
+    """The adapters in ``model``, fp32, lora_A drawn anew and lora_B 0; magnitudes are the norms.
+
+    Raises ConfigurationError for a layer that DoRA can't decompose.
+    """
     return tuple(
         _initialised(part, name, layer, init, seed)
-        for name, layer in model.named_modules()
+        for name, layer in list(model.named_modules())
         if isinstance(layer, LoraLayer)
     )
 
@@ -180,6 +208,9 @@ def _initialised(part: Part, name: str, layer: LoraLayer, init: Init, seed: int)
         )
         down.copy_(drawn.view_as(down))
         up.zero_()
+    magnitude = base_weight = None
+    if ADAPTER_NAME in layer.lora_magnitude_vector:
+        magnitude, base_weight = take_over(layer, full_name(part, name), ADAPTER_NAME)
     return AdapterModule(
         name=name,
         group_block=block_of(name) if part == "unet" else part,
@@ -188,6 +219,8 @@ def _initialised(part: Part, name: str, layer: LoraLayer, init: Init, seed: int)
         rank=rank,
         alpha=layer.scaling[ADAPTER_NAME] * rank,
         part=part,
+        magnitude=magnitude,
+        base_weight=base_weight,
     )
 
 

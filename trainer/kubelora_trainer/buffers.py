@@ -6,7 +6,12 @@ bf16 and loses small ones. Here every ``p.grad`` is a view of one flat buffer wh
 buffers make telemetry, normalising, clipping and checkpoints a handful of kernels; views keep the
 true shapes for the optimizer.
 
-Slots are ordered by group (``down.lora_A``), so that a group is one contiguous range.
+A bf16 working copy rounds lora_A and lora_B as any bf16 pass would. DoRA's magnitudes are as large
+as the norms of the weights and move by 1e-4 of that in a step, below bf16's spacing of 4e-3 to
+8e-3: passes read their masters themselves.
+
+Slots are ordered by group (``down.lora_A``), so that a group is one contiguous range; magnitudes
+come last.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,12 +27,12 @@ from torch.nn import Parameter
 from kubelora_api.schema import JsonObject
 from kubelora_trainer.checkpoint_part import check_like
 from kubelora_trainer.errors import NumericalError
-from kubelora_trainer.precision import PrecisionPlan
+from kubelora_trainer.precision import PrecisionPlan, is_magnitude
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One trainable matrix of the adapter.
+    """One trainable tensor of the adapter.
 
     module: name of the layer it belongs to. group: ``block.factor``, such as ``down.lora_A``.
     """
@@ -40,6 +45,11 @@ class Factor:
     def name(self) -> str:
         """``module.lora_A``, unique in the adapter."""
         return f"{self.module}.{self.group.rpartition('.')[2]}"
+
+    @property
+    def is_magnitude(self) -> bool:
+        """Whether passes read the master itself, and weight decay leaves it alone."""
+        return is_magnitude(self.group)
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,8 @@ class GroupRange:
 class AdapterBuffers:
     """Flat buffers over all factors, and the views that tie them to autograd and the optimizer.
 
-    working: type ``plan.compute``; the parameters of the model are views of it.
+    working: type ``plan.compute``; the parameters of the model are views of it, but for magnitudes,
+    which are views of the masters and which it does not hold. The masters where the types agree.
     gradient: type ``plan.accumulator``; every ``parameter.grad`` is a view of it.
     reduced: the gradient, and ``tail`` elements behind it that are summed over ranks with it.
     masters: type ``plan.masters``; the working copy itself where the types agree.
@@ -83,7 +94,7 @@ class AdapterBuffers:
     """
 
     def __init__(self, factors: Iterable[Factor], plan: PrecisionPlan, tail: int = 0) -> None:
-        ordered = sorted(factors, key=lambda f: f.group)
+        ordered = sorted(factors, key=lambda f: (f.is_magnitude, f.group))
         if not ordered:
             raise ValueError("an adapter without factors has nothing to train")
         self.plan = plan
@@ -94,8 +105,10 @@ class AdapterBuffers:
         self.masters = torch.empty(self.numel, dtype=plan.masters, device=device)
         for slot in self.slots:
             slot.of(self.masters).copy_(slot.factor.parameter.detach())
+        rounded = sum(prod(slot.shape) for slot in self.slots if not slot.factor.is_magnitude)
         shared = plan.masters == plan.compute
-        self.working = self.masters if shared else self.masters.to(plan.compute)
+        self._rounded = self.masters[:rounded]
+        self.working = self.masters if shared else self._rounded.to(plan.compute)
         self.reduced = torch.zeros(self.numel + tail, dtype=plan.accumulator, device=device)
         self.gradient = self.reduced[: self.numel]
         self.optimizer_gradient = (
@@ -103,16 +116,21 @@ class AdapterBuffers:
             if plan.accumulator == plan.masters
             else torch.zeros(self.numel, dtype=plan.masters, device=device)
         )
-        self.master_parameters = tuple(self._bind(slot, shared) for slot in self.slots)
+        self.master_parameters = tuple(self._bind(slot) for slot in self.slots)
 
-    def _bind(self, slot: Slot, shared: bool) -> Parameter:
+    def computed_with(self, slot: Slot) -> Tensor:
+        """The slot's numbers as the passes read them."""
+        return slot.of(self.masters if slot.factor.is_magnitude else self.working)
+
+    def _bind(self, slot: Slot) -> Parameter:
         """Make the model's parameter a view of the buffers; return the one the optimizer gets."""
         parameter = slot.factor.parameter
-        parameter.data = slot.of(self.working)
+        parameter.data = self.computed_with(slot)
         parameter.grad = None
         parameter.grad_dtype = self.plan.accumulator
         parameter.grad = slot.of(self.gradient)
-        if shared and self.plan.accumulator == self.plan.masters:
+        same_type = parameter.dtype == self.plan.accumulator == self.plan.masters
+        if same_type:
             return parameter
         master = Parameter(slot.of(self.masters))
         master.grad = slot.of(self.optimizer_gradient)
@@ -151,7 +169,7 @@ class AdapterBuffers:
     def publish_masters(self) -> None:
         """Copy the masters into the working copy, rounding to its type."""
         if self.working is not self.masters:
-            self.working.copy_(self.masters)
+            self.working.copy_(self._rounded)
 
     def by_factor(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of ``flat``, which is laid out like the masters, by the factors' names."""
@@ -160,12 +178,24 @@ class AdapterBuffers:
     @contextmanager
     def showing(self, weights: Tensor) -> Iterator[None]:
         """Let the model compute with other ``weights`` (flat), and put its own back to the bit."""
-        own = self.working.clone()
-        self.working.copy_(weights)
+        read = [self.working]
+        if self.working is not self.masters:
+            read.append(self.masters[self.working.numel() :])  # magnitudes
+        own = [part.clone() for part in read]
+        for part, shown in zip(read, weights.split([p.numel() for p in read]), strict=True):
+            part.copy_(shown)
         try:
             yield
         finally:
-            self.working.copy_(own)
+            for part, before in zip(read, own, strict=True):
+                part.copy_(before)
+
+    def copy_bytes(self) -> dict[str, int]:
+        """Memory of each copy of the adapter, by name; a shared copy is counted once."""
+        costs = {name: size * self.numel for name, size in self.plan.bytes_per_parameter().items()}
+        if self.working is not self.masters:
+            costs["working copy"] = self.working.nbytes
+        return costs
 
     def tensors(self) -> Mapping[str, Tensor]:
         """What a checkpoint needs: the masters, and the sum of the unfinished window."""
@@ -190,7 +220,11 @@ class AdapterBuffers:
         for slot, master in zip(self.slots, self.master_parameters, strict=True):
             parameter = slot.factor.parameter
             for what, found, flat in (
-                ("weight", parameter, self.working),
+                (
+                    "weight",
+                    parameter,
+                    self.masters if slot.factor.is_magnitude else self.working,
+                ),
                 ("gradient", parameter.grad, self.gradient),
                 ("master weight", master, self.masters),
                 ("optimizer gradient", master.grad, self.optimizer_gradient),

@@ -17,19 +17,20 @@ from kubelora_trainer.order import SampleDraw
 
 
 class AdapterDropout:
-    """Switches the dropout layers of an adapted model on, for one training pass at a time.
+    """Switches the dropout of adapted layers on, for one training pass at a time.
+
+    The whole adapted layer is put in training mode: peft's DoRA asks the layer, not its dropout.
 
     ``eval()`` on the model switches them off again; sample images and comparisons call it.
     """
 
     def __init__(self, *models: nn.Module) -> None:
         self._layers = [
-            layer
+            adapted
             for model in models
             for adapted in model.modules()
             if isinstance(adapted, LoraLayer)
-            for layer in adapted.lora_dropout.values()
-            if isinstance(layer, nn.Dropout)
+            and any(isinstance(layer, nn.Dropout) for layer in adapted.lora_dropout.values())
         ]
 
     def arm(self, draws: Sequence[SampleDraw]) -> None:
@@ -37,7 +38,7 @@ class AdapterDropout:
         if not self._layers:
             return
         for layer in self._layers:
-            layer.train()
+            layer.train()  # a linear layer or convolution below it knows no modes
         torch.manual_seed(mask_seed(draws))
 
 

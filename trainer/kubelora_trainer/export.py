@@ -25,6 +25,7 @@ from kubelora_trainer.adapter import ADAPTER_NAME, TrainedLayer
 from kubelora_trainer.atomic_files import give_usual_rights, sync_folder, writing_to
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.kohya_file import common_alpha, kohya_metadata, kohya_state
+from kubelora_trainer.precision import MAGNITUDE
 from kubelora_trainer.sgm_names import PARTS, Part
 
 DTYPES: dict[Literal["fp16", "bf16", "fp32"], torch.dtype] = {
@@ -79,6 +80,9 @@ def export_diffusers(
         for factor, tensor in (("A", one.lora_a), ("B", one.lora_b)):
             key = f"{name}.lora_{factor}.weight"
             states[one.module.part][key] = tensor.to("cpu", dtype).contiguous()
+        if one.magnitude is not None:
+            magnitude = one.magnitude.to("cpu", torch.float32).contiguous()
+            states[one.module.part][f"{name}.{MAGNITUDE}.weight"] = magnitude
     for state in states.values():
         _check_finite(state, dtype)
     metadata = {part: adapter_metadata(model) for part, model in models.items()}

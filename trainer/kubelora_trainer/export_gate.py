@@ -20,6 +20,7 @@ from torch import nn
 from kubelora_api.names import OutputPath
 from kubelora_trainer.adapter import ADAPTER_NAME, TrainedLayer, full_name
 from kubelora_trainer.base_model import load_unet
+from kubelora_trainer.dora import as_readers_compute
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.kohya_file import read_kohya
 from kubelora_trainer.sgm_names import Part, kohya_names
@@ -39,7 +40,8 @@ class ExportCheck:
     """What the comparison saw, as L2 norms over the output of one forward pass.
 
     deviation: reloaded against trained. effect: trained against the base model. output: trained.
-    noise: what one rounding error in the model's dtype makes of the trained output.
+    noise: what one rounding error in the model's dtype makes of the trained output; with DoRA, what
+    a reader's norms in that dtype make of it, where that is more.
     """
 
     deviation: float
@@ -69,6 +71,8 @@ def verify_export(
     trained.eval()
     without, expected = probe(fresh), probe(trained)
     noise = float((probe(trained, roundoff=UNIT_ROUNDOFF[model_dtype]) - expected).norm())
+    with as_readers_compute(trained, ADAPTER_NAME):
+        noise = max(noise, float((probe(trained) - expected).norm()))
     checks = []
     for file in files:
         if file.name != Path(OutputPath.DIFFUSERS_WEIGHTS).name:
@@ -186,6 +190,13 @@ def compare_layers(
                 f"The exported adapter {file} holds other weights for {module.full_name} than were "
                 "trained."
             )
+        if one.magnitude is not None:
+            magnitude = layer.lora_magnitude_vector[ADAPTER_NAME].weight
+            if not _close(magnitude, one.magnitude, torch.float32, magnitude.dtype, 1.0):
+                raise NumericalError(
+                    f"The exported adapter {file} holds other magnitudes for {module.full_name} "
+                    "than were trained."
+                )
 
 
 def _close(

@@ -13,6 +13,7 @@ from torch import nn
 
 from kubelora_trainer.adapter import ADAPTER_NAME, TrainedLayer
 from kubelora_trainer.base_model import load_text_encoder
+from kubelora_trainer.dora import as_readers_compute
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.export_gate import (
     UNIT_ROUNDOFF,
@@ -47,6 +48,8 @@ def verify_text_encoders(
         model_dtype = weight.dtype
         expected = probe_text(trained)
         noise = float((probe_text(trained, UNIT_ROUNDOFF[model_dtype]) - expected).norm())
+        with as_readers_compute(trained, ADAPTER_NAME):
+            noise = max(noise, float((probe_text(trained) - expected).norm()))
         for file in files:
             fresh = load_text_encoder(
                 base_folder, part, variant=variant, dtype=model_dtype, device=weight.device

@@ -74,7 +74,6 @@ class TrainerMetrics:
 
     def publish(self, numbers: StepNumbers, watch: WatchState, seconds: float) -> None:
         """Show one optimizer step. seconds: its wall time."""
-        dtype = NAMES[self._plan.narrowest]
         if numbers.skipped:
             self._counters[metrics.STEPS_SKIPPED.name].inc()
         groups = {} if numbers.skipped else numbers.groups  # of a step that never was
@@ -83,6 +82,7 @@ class TrainerMetrics:
                 if metric.type == "counter":
                     self._counters[metric.name].labels(group=group).inc(value)
                 elif "dtype" in metric.labels:
+                    dtype = NAMES[self._plan.narrowest_in(group)]
                     self._set(metric, value, group=group, dtype=dtype)
                 else:
                     self._set(metric, value, group=group)

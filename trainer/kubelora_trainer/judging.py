@@ -184,7 +184,8 @@ def _dead_modules(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Valu
         for factor, norm in zip(facts.factors, numbers.factor_norms, strict=True)
         if factor.reads_text
     ]
-    silenced = bool(text) and not any(text) and numbers.dead_modules == len(text) // 2
+    modules = sum(f.reads_text and f.group.endswith(".lora_B") for f in facts.factors)
+    silenced = bool(text) and not any(text) and numbers.dead_modules == modules
     return {None: math.nan if silenced else float(numbers.dead_modules)}
 
 

@@ -4,7 +4,7 @@ Everything that can be wrong about a job's inputs is found here, before the firs
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +63,17 @@ class Material:
 
     @property
     def factors(self) -> list[Factor]:
-        """Both factors of every module, in the modules' order."""
-        return [
-            Factor(module.full_name, f"{module.group_block}.{name}", parameter)
-            for module in self.modules
-            for name, parameter in (("lora_A", module.lora_a), ("lora_B", module.lora_b))
-        ]
+        """All factors of every module, in the modules' order."""
+        return factors_of(self.modules)
+
+
+def factors_of(modules: Sequence[AdapterModule]) -> list[Factor]:
+    """What is trained of ``modules``."""
+    return [
+        Factor(module.full_name, f"{module.group_block}.{name}", parameter)
+        for module in modules
+        for name, parameter in module.factors.items()
+    ]
 
 
 def open_material(
@@ -137,7 +142,7 @@ def open_material(
     limit_threads(sum(p.numel() for p in base.unet.parameters()), seat.ranks_per_node)
     say(
         f"model: {model_folder} on {device}; adapter: {len(modules)} modules, "
-        f"{sum(m.lora_a.numel() + m.lora_b.numel() for m in modules):,} parameters"
+        f"{sum(p.numel() for m in modules for p in m.factors.values()):,} parameters"
     )
     cache = NO_CACHE
     if spec.dataset.cache:

@@ -99,7 +99,7 @@ class FlatAdamW:
         self.state_text = NAMES[buffers.plan.masters]
         self.state_bytes = self.first_moment.nbytes + self.second_moment.nbytes
         self._adamw = torch.optim.AdamW(
-            rate_groups(buffers.master_parameters, scales or [1.0] * len(buffers.slots)),
+            rate_groups(buffers, scales or [1.0] * len(buffers.slots)),
             lr=0.0,
             betas=(0.9 if spec.beta1 is None else spec.beta1, self._beta2),
             eps=self._eps,
@@ -160,14 +160,19 @@ class FlatAdamW:
             steps.copy_(tensors["steps"])
 
 
-def rate_groups(
-    parameters: Sequence[Parameter], scales: Sequence[float]
-) -> list[dict[str, object]]:
-    """Parameter groups of equal ``scale`` (what the learning rate is multiplied by)."""
-    groups: dict[float, list[Parameter]] = {}
-    for parameter, scale in zip(parameters, scales, strict=True):
-        groups.setdefault(scale, []).append(parameter)
-    return [{"params": members, "scale": scale} for scale, members in groups.items()]
+def rate_groups(buffers: AdapterBuffers, scales: Sequence[float]) -> list[dict[str, object]]:
+    """Parameter groups of equal ``scale`` (what the learning rate is multiplied by).
+
+    Magnitudes are groups of their own without weight decay: 0 is no rest for the norm of a weight,
+    it takes the base model's layer away.
+    """
+    groups: dict[tuple[float, bool], list[Parameter]] = {}
+    for slot, master, scale in zip(buffers.slots, buffers.master_parameters, scales, strict=True):
+        groups.setdefault((scale, slot.factor.is_magnitude), []).append(master)
+    return [
+        {"params": members, "scale": scale} | ({"weight_decay": 0.0} if magnitudes else {})
+        for (scale, magnitudes), members in groups.items()
+    ]
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:

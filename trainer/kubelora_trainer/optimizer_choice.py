@@ -37,7 +37,7 @@ def open_optimizer(
     scales = scales or [1.0] * len(buffers.slots)
     if spec.name == "adamw":
         return FlatAdamW(buffers, spec, scales)
-    return _OPENERS[spec.name](buffers, spec, rate_groups(buffers.master_parameters, scales))
+    return _OPENERS[spec.name](buffers, spec, rate_groups(buffers, scales))
 
 
 def rate_warning(training: Training) -> str | None:
@@ -108,6 +108,8 @@ def _adafactor(buffers: AdapterBuffers, spec: Optimizer, groups: Groups) -> Adap
 
     def cost(shape: tuple[int, ...]) -> int:
         momentum = prod(shape) if spec.beta1 else 0
+        if len(shape) < 2:  # a linear layer's magnitudes have no rows and columns
+            return 4 * (momentum + prod(shape))
         return 4 * (momentum + prod(shape[:-1]) + prod(shape[:-2] + shape[-1:]))
 
     return LibraryOptimizer(buffers, library, state, _bytes(buffers, cost))

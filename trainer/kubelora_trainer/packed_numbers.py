@@ -10,6 +10,7 @@ from torch import Tensor
 from kubelora_trainer.balance import DOWN, Pair, balance, pooled
 from kubelora_trainer.buffers import AdapterBuffers, Slot
 from kubelora_trainer.category_losses import CategorySums
+from kubelora_trainer.precision import is_magnitude
 from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 from kubelora_trainer.window_counts import DeadModules
 
@@ -135,6 +136,7 @@ class PendingNumbers:
             zeros, nonfinite, underflows = found["counts"][3 * index : 3 * index + 3]
             size = group.stop - group.start
             here = slice(group.slots.start, group.slots.stop)
+            block, paired = group.name.rpartition(".")[0], not is_magnitude(group.name)
             by_group[group.name] = GroupNumbers(
                 grad_norm=math.sqrt(sum(norm**2 for norm in found["norm"][here])),
                 grad_absmax=_largest(found["absmax"][here]),
@@ -148,7 +150,7 @@ class PendingNumbers:
                 update_scale=_over_rate(found["scale"][index], self.facts.step_size),
                 optimizer_stuck_ratio=found["stuck"][index] if moved else math.nan,
                 adam_eps_damping_ratio=found["damping"][index],
-                lora_balance=balances.get(group.name.rpartition(".")[0], math.nan),
+                lora_balance=balances.get(block, math.nan) if paired else math.nan,
             )
         return by_group
 

@@ -6,6 +6,7 @@ a model.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -18,6 +19,13 @@ DTYPES: dict[ComputeType, torch.dtype] = {
     "fp32": torch.float32,
 }
 NAMES: dict[torch.dtype, ComputeType] = {dtype: name for name, dtype in DTYPES.items()}
+MAGNITUDE: Final = "lora_magnitude_vector"
+"""peft's name for DoRA's factor: the norm of each output channel's weights."""
+
+
+def is_magnitude(group: str) -> bool:
+    """Whether a group is of magnitudes, which passes read as the masters hold them."""
+    return group.rpartition(".")[2] == MAGNITUDE
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,14 @@ class PrecisionPlan:
     accumulator: torch.dtype
     masters: torch.dtype
 
-    @property
-    def narrowest(self) -> torch.dtype:
-        """The type in use that makes the most gradients zero: fp16, which has the least range."""
-        used = (self.compute, self.accumulator, self.masters)
+    def narrowest_in(self, group: str) -> torch.dtype:
+        """The type that makes the most gradients of a group zero: fp16, which has the least range.
+
+        Those of magnitudes are computed in the masters' type.
+        """
+        used = {self.accumulator, self.masters}
+        if not is_magnitude(group):
+            used.add(self.compute)
         if torch.float16 in used:
             return torch.float16
         return torch.bfloat16 if torch.bfloat16 in used else torch.float32
@@ -65,13 +77,8 @@ def plan_precision(precision: Precision) -> PrecisionPlan:
     )
 
 
-def describe_memory(plan: PrecisionPlan, parameters: int, beside: Mapping[str, int]) -> str:
-    """One line: what each copy of ``parameters`` adapter parameters costs.
-
-    beside: bytes of what is kept beside the copies, by name.
-    """
-    costs = {name: size * parameters for name, size in plan.bytes_per_parameter().items()}
-    costs |= beside
+def describe_memory(costs: Mapping[str, int]) -> str:
+    """One line: what each copy of the adapter, and what is kept beside them, costs in bytes."""
     parts = [f"{name} {bytes_text(size)}" for name, size in costs.items()]
     return f"{', '.join(parts)}; together {bytes_text(sum(costs.values()))}"
 

@@ -6,7 +6,7 @@ import torch
 
 from kubelora_api.names import OutputPath
 from kubelora_api.status import Artifact
-from kubelora_trainer.adapter import AdapterModule, trained_layers
+from kubelora_trainer.adapter import trained_layers
 from kubelora_trainer.export import DTYPES, Title, dtype_that_holds, export_diffusers, export_kohya
 from kubelora_trainer.export_gate import verify_export
 from kubelora_trainer.export_gate_text import verify_text_encoders
@@ -26,7 +26,7 @@ def export_adapter(
     """Write the adapter from ``weights`` (by factor), load it as a user would, and compare."""
     folder.assert_ours()
     spec, base = folder.job.spec, material.base
-    layers = trained_layers(material.modules, _pairs_of(material.modules, weights))
+    layers = trained_layers(material.modules, weights)
     wanted = DTYPES[spec.output.dtype]
     dtype = dtype_that_holds(layers, wanted)
     if dtype != wanted:
@@ -40,10 +40,9 @@ def export_adapter(
         base.noise_scheduler.config.prediction_type,
     )
     encoders = material.trained_encoders
-    exported = [
-        export_diffusers(base.unet, layers, folder.path, dtype=dtype, encoders=encoders),
-        export_kohya(base.unet.config, layers, folder.path, title, dtype=dtype),
-    ]
+    exported = [export_diffusers(base.unet, layers, folder.path, dtype=dtype, encoders=encoders)]
+    if not spec.adapter.dora:  # see NO_KOHYA_FILE
+        exported.append(export_kohya(base.unet.config, layers, folder.path, title, dtype=dtype))
     verify_export(
         base.folder,
         [file.path for file in exported],
@@ -62,13 +61,6 @@ def export_adapter(
         dtype=dtype,
     )
     return [artifact_of(folder, file.path) for file in exported]
-
-
-def _pairs_of(
-    modules: tuple[AdapterModule, ...], weights: Mapping[str, torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(lora_A, lora_B) of each module, in the modules' order."""
-    return [(weights[f"{m.full_name}.lora_A"], weights[f"{m.full_name}.lora_B"]) for m in modules]
 
 
 def draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None:

@@ -127,7 +127,7 @@ def _train_and_export(
     learner = open_learner(run, material)
     buffers = learner.buffers
     plan = plan_of(spec.training, material.objective.order)
-    position, resumed_from = begin(run, folder, learner)
+    position, resumed_from = begin(run, folder, material, learner)
     assert_not_passed(position.step, plan.optimizer_steps)
     watch = compared_anew(position.watch, folder.record.total_steps, plan.optimizer_steps)
     position = replace(position, watch=watch)

@@ -8,6 +8,7 @@ import torch
 from kubelora_api.status import Finding
 from kubelora_trainer.checkpoint import RunPosition, resume_from, save_checkpoint
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
+from kubelora_trainer.dora import NO_KOHYA_FILE
 from kubelora_trainer.gang import led
 from kubelora_trainer.health import HINDSIGHT_STEPS, last_healthy_step
 from kubelora_trainer.health_policy import Rollback
@@ -27,7 +28,7 @@ from kubelora_trainer.together import resume_together
 
 
 def begin(
-    run: Run, folder: OutputFolder, learner: Learner
+    run: Run, folder: OutputFolder, material: Material, learner: Learner
 ) -> tuple[RunPosition, SavedCheckpoint | None]:
     """Resume or start afresh; check and print the start-up contract."""
     buffers = learner.buffers
@@ -36,13 +37,15 @@ def begin(
     if learner.average:
         beside["average"] = 4 * buffers.numel
     run.say(f"contract: {check_dtypes(buffers, learner.optimizer)}")
-    run.say(f"memory of the adapter: {describe_memory(buffers.plan, buffers.numel, beside)}")
+    run.say(f"memory of the adapter: {describe_memory(buffers.copy_bytes() | beside)}")
     doubtful = rate_warning(run.job.spec.training)
     for sentence in [*lossy_warnings(buffers.plan), *([doubtful] if doubtful else [])]:
         run.warn(sentence)
+    if run.job.spec.adapter.dora:
+        run.warn(NO_KOHYA_FILE)
     if resumed is None:
         if not run.job.spec.adapter.from_:
-            check_fresh_adapter(buffers)
+            check_fresh_adapter(buffers, material.modules)
             run.say("contract: a fresh adapter, |B·A| = 0")
         no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
         return RunPosition(window_loss=no_loss), None

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kubelora_trainer.adapter import AdapterModule
 from kubelora_trainer.buffers import AdapterBuffers, Slot
 from kubelora_trainer.errors import NumericalError
 from kubelora_trainer.optimizer import AdapterOptimizer
-from kubelora_trainer.precision import NAMES
+from kubelora_trainer.precision import MAGNITUDE, NAMES
 from kubelora_trainer.roll_call import ranks_named
 from kubelora_trainer.step_numbers import StepNumbers
 from kubelora_trainer.window_counts import least_travel
@@ -35,16 +36,27 @@ def check_dtypes(buffers: AdapterBuffers, optimizer: AdapterOptimizer) -> str:
         raise NumericalError(f"the optimizer's state is {moment.dtype}, below {plan.masters}")
     buffers.assert_bound()
     told = [f"{what} {NAMES[planned]}" for what, (_, planned) in found.items()]
+    if any(slot.factor.is_magnitude for slot in buffers.slots):
+        told.insert(1, f"magnitudes {NAMES[plan.masters]}")
     return ", ".join([*told, f"optimizer state {optimizer.state_text}"])
 
 
-def check_fresh_adapter(buffers: AdapterBuffers) -> None:
-    """A fresh adapter must change nothing: |B·A| is 0 because every lora_B is 0."""
+def check_fresh_adapter(buffers: AdapterBuffers, modules: Sequence[AdapterModule] = ()) -> None:
+    """A fresh adapter must change nothing: |B·A| is 0 because every lora_B is 0.
+
+    DoRA's magnitudes must be the norms that they are divided by, to the bit.
+    """
     for slot in buffers.slots:
         if _is_up(slot) and bool(slot.of(buffers.masters).count_nonzero()):
             raise NumericalError(
                 f"{slot.factor.module}: a fresh adapter must change nothing, but its lora_B is "
                 "not 0"
+            )
+    for module in modules:
+        if module.magnitude is not None and not torch.equal(module.magnitude, module.norms()):
+            raise NumericalError(
+                f"{module.full_name}: a fresh adapter must change nothing, but its magnitudes are "
+                "not the norms of the weights"
             )
 
 
@@ -104,10 +116,11 @@ class ReachedModules:
 class FirstGradients:
     """Checks that each factor gets a gradient as soon as the mathematics gives it one.
 
-    lora_B in the first step that moves anything; lora_A, whose gradient is a product with lora_B,
-    in the next such step. A step moves something when its learning rate is above 0, no scaler
-    skipped it, and its window has a loss: masks and min-SNR weights may be 0 for all of it. Tiny
-    steps must sum up first until lora_B is not 0 in the type of the passes either (`least_travel`).
+    lora_B and magnitudes in the first step that moves anything; lora_A, whose gradient is a product
+    with lora_B, in the next such step. A step moves something when its learning rate is above 0, no
+    scaler skipped it, and its window has a loss: masks and min-SNR weights may be 0 for all of it.
+    Tiny steps must sum up first until lora_B is not 0 in the type of the passes either
+    (`least_travel`).
     """
 
     def __init__(
@@ -131,19 +144,20 @@ class FirstGradients:
         self._travelled += numbers.step_size
         if waiting:
             return
-        factor = "lora_B" if self._moved == 0 else "lora_A"
+        due = ("lora_B", MAGNITUDE) if self._moved == 0 else ("lora_A",)
         self._moved += 1
-        silent = [
-            slot.factor.module
-            for slot, norm in zip(self._slots, numbers.factor_norms, strict=True)
-            if norm == 0.0 and _is_up(slot) == (factor == "lora_B")
-        ]
-        if silent:
-            raise NumericalError(
-                f"{_some(silent)}: the gradient of {factor} is exactly 0 in step {numbers.step}, "
-                "where it can't be; it is detached from the loss, or too small for the types in "
-                "use"
-            )
+        for factor in due:
+            silent = [
+                slot.factor.module
+                for slot, norm in zip(self._slots, numbers.factor_norms, strict=True)
+                if norm == 0.0 and slot.factor.name.endswith(f".{factor}")
+            ]
+            if silent:
+                raise NumericalError(
+                    f"{_some(silent)}: the gradient of {factor} is exactly 0 in step "
+                    f"{numbers.step}, where it can't be; it is detached from the loss, or too "
+                    "small for the types in use"
+                )
 
 
 def check_finite(slots: Sequence[Slot], numbers: StepNumbers) -> None:

@@ -27,7 +27,7 @@ class GroupNumbers:
     rms(change / own rate), NaN at rate 0. optimizer_stuck_ratio, adam_eps_damping_ratio: NaN
     without second moments.
     lora_balance: of the block's pairs of factors, the same number for both its groups; NaN while
-    all products are 0, and as for lora_A's zeros.
+    all products are 0, as for lora_A's zeros, and for magnitudes.
     """
 
     grad_norm: float

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kubelora_api.schema import JsonObject
 from kubelora_trainer.balance import BalanceProbe
-from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.buffers import AdapterBuffers, GroupRange
 from kubelora_trainer.category_losses import CategorySums
 from kubelora_trainer.checkpoint_part import check_like
 from kubelora_trainer.packed_numbers import CopyToHost, HostNumbers, PendingNumbers, StepFacts
@@ -88,16 +88,16 @@ class GradientTelemetry:
         self._measured = {
             "norm": norm,
             "absmax": _absmax(self._gradient_views),
-            "counts": torch.stack([self._count(g.start, g.stop) for g in self._buffers.groups]),
+            "counts": torch.stack([self._count(group) for group in self._buffers.groups]),
             "pairs": self._balance.measure(),
         }
         return norm.square().sum().sqrt().float()
 
-    def _count(self, start: int, stop: int) -> Tensor:
-        """Zeros, non-finite elements and underflows of a range: three fp64 numbers."""
-        narrowest = self._buffers.plan.narrowest
+    def _count(self, group: GroupRange) -> Tensor:
+        """Zeros, non-finite elements and underflows of a group: three fp64 numbers."""
+        narrowest = self._buffers.plan.narrowest_in(group.name)
         counts = torch.zeros(3, dtype=torch.float64, device=self._buffers.gradient.device)
-        for chunk in self._buffers.gradient[start:stop].split(CHUNK_ELEMENTS):
+        for chunk in self._buffers.gradient[group.start : group.stop].split(CHUNK_ELEMENTS):
             there = chunk.count_nonzero()
             computed = chunk if self._loss_scale is None else chunk * self._loss_scale
             gone = there - computed.to(narrowest).count_nonzero()

@@ -22,20 +22,26 @@ from kubelora_trainer.adapter_targets import matches
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.kohya_file import read_kohya
 from kubelora_trainer.model_folder import PICKLES
+from kubelora_trainer.precision import MAGNITUDE
 from kubelora_trainer.sgm_names import PARTS, kohya_names
 
 METADATA = "lora_adapter_metadata"
 ENDS = {".lora_A.weight": "down", ".lora.down.weight": "down"}
 ENDS |= {".lora_B.weight": "up", ".lora.up.weight": "up"}
+ENDS |= {f".{MAGNITUDE}": "magnitude", f".{MAGNITUDE}.weight": "magnitude"}
 
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """A layer's adapter in a file: the layer's weight gains ``scale * up @ down``."""
+    """A layer's adapter in a file: the layer's weight gains ``scale * up @ down``.
+
+    magnitude: norms that the result then gets, of a DoRA.
+    """
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
+    magnitude: torch.Tensor | None = None
 
 
 @torch.no_grad()
@@ -43,7 +49,8 @@ def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, pla
     """Fill the adapter from the LoRA at ``place``; returns the file that was read.
 
     The adapted model then computes what the file makes of it: where the file's scale differs from
-    the job's, the up-projection takes up the difference.
+    the job's, the up-projection takes up the difference. A DoRA that starts from a LoRA gets the
+    norms of its adapted weights for magnitudes.
     Raises ConfigurationError for a file that can't be read, or whose layers, ranks or shapes are
     not the adapter's.
     """
@@ -66,6 +73,9 @@ def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, pla
         _check_shapes(layer, module, file)
         module.lora_a.copy_(layer.down)
         module.lora_b.copy_(layer.up.float() * (layer.scale / module.scale))
+        if module.magnitude is not None:
+            own = module.norms() if layer.magnitude is None else layer.magnitude
+            module.magnitude.copy_(own)
     return file
 
 
@@ -92,9 +102,16 @@ def _read(
     try:
         with safe_open(file, framework="pt") as opened:
             keys, metadata = list(opened.keys()), opened.metadata() or {}
-        if any("dora_scale" in key or "lora_magnitude_vector" in key for key in keys):
+        if any("dora_scale" in key for key in keys):
             raise ConfigurationError(
-                f"adapter.from: {file} is a DoRA, whose magnitudes this trainer does not train."
+                f"adapter.from: {file} is a DoRA in kohya's format, of which programs differ in "
+                "what dora_scale means: start from a DoRA in diffusers' format, or from a LoRA."
+            )
+        trains_magnitudes = any(module.magnitude is not None for module in modules)
+        if any(MAGNITUDE in key for key in keys) and not trains_magnitudes:
+            raise ConfigurationError(
+                f"adapter.from: {file} is a DoRA, whose magnitudes a plain LoRA has no place for: "
+                "set adapter.dora to true."
             )
         if all(key.startswith("lora_") for key in keys):
             return _from_kohya(file, unet, modules)
@@ -128,11 +145,16 @@ def _from_diffusers(
             raise ValueError(f"{key} is no key of a LoRA in diffusers' or kohya's format")
         name = key.removesuffix(end).removeprefix("unet.").replace(".text_model.", ".", 1)
         factors.setdefault(name, {})[ENDS[end]] = tensor
-    half = next((name for name, pair in factors.items() if len(pair) == 1), None)
+    half = next((name for name, pair in factors.items() if not {"down", "up"} <= pair.keys()), None)
     if half is not None:
         raise ValueError(f"{half} has only one of its two factors")
     return {
-        name: FoundLayer(pair["down"], pair["up"], _scale(name, pair["down"].shape[0], config))
+        name: FoundLayer(
+            pair["down"],
+            pair["up"],
+            _scale(name, pair["down"].shape[0], config),
+            pair.get("magnitude"),
+        )
         for name, pair in factors.items()
     }
 
@@ -164,7 +186,14 @@ def _check_shapes(layer: FoundLayer, module: AdapterModule, file: Path) -> None:
             f"adapter.from: {file} has shapes {found[0]} and {found[1]} at {module.full_name}, "
             f"this model {wanted[0]} and {wanted[1]}: it is for another base model."
         )
-    if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
+    magnitude, own = layer.magnitude, module.magnitude
+    if magnitude is not None and own is not None and magnitude.shape != own.shape:
+        raise ConfigurationError(
+            f"adapter.from: {file} has magnitudes of shape {tuple(magnitude.shape)} at "
+            f"{module.full_name}, this model {tuple(own.shape)}: it is for another base model."
+        )
+    tensors = [tensor for tensor in (layer.down, layer.up, magnitude) if tensor is not None]
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
         raise ConfigurationError(
             f"adapter.from: {file} holds values at {module.full_name} that are not finite."
         )
