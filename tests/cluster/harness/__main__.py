@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable
 
@@ -77,12 +78,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _of_the_system(error: OSError) -> str:
+    """A refusal by the system that no check foresaw, a disk that fills up on the way above all."""
+    where = f" at {error.filename}" if error.filename else ""
+    what = f"{(error.strerror or str(error)).lower()}{where}"
+    if error.errno == errno.ENOSPC:
+        return f"{what}: free some, or set KUBELORA_CACHE and KUBELORA_STATE to a larger disk."
+    return f"{what}: see that this user may use it, or set KUBELORA_CACHE and KUBELORA_STATE."
+
+
 def main() -> int:
     arguments = _parser().parse_args()
     try:
         return int(arguments.action(default_places(), arguments))
     except HarnessError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {_of_the_system(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted; the same command goes on from here.", file=sys.stderr)

@@ -6,14 +6,16 @@ that can be measured and removed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from . import machine
+from . import kernel, machine
 from .errors import HarnessError, tail
+from .locks import exclusive_if_free
 from .places import Places
 from .report import say
 
@@ -32,6 +34,28 @@ def folder(places: Places) -> Path:
 def store(places: Places) -> str:
     """The storage as other programs of buildah's family name it."""
     return f"[overlay@{folder(places) / 'storage'}+{folder(places) / 'run'}]"
+
+
+@contextlib.contextmanager
+def unmounting(places: Places) -> Iterator[None]:
+    """Leave nothing of the storage mounted behind the block, whatever it does with the storage.
+
+    The overlay driver binds the storage's folder onto itself and never lets go of it: the cache
+    could then not be removed, and would look like a file system of its own. The images' lock must
+    be held.
+    """
+    try:
+        yield
+    finally:
+        kernel.unmount_under((folder(places) / "storage").resolve())
+
+
+def unmount_if_idle(places: Places) -> None:
+    """What an earlier, killed build left mounted; a build that is under way keeps its own."""
+    with exclusive_if_free(places, "images") as ours:
+        if ours:
+            with unmounting(places):
+                pass
 
 
 def run(places: Places, *arguments: str, log: Path | None = None) -> str:

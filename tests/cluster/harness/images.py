@@ -74,7 +74,7 @@ def ensure_target(places: Places, context: Path, target: str) -> str:
     name = f"localhost/kubelora-{target}:{fingerprint(context, target)}"
     if scratch.has_image(places, name):
         return name
-    with exclusive(places, "images"):
+    with exclusive(places, "images"), buildah.unmounting(places):
         if not scratch.has_image(places, name):
             _build_and_import(places, context, target, name)
     return name
@@ -102,7 +102,7 @@ def ensure_base_in_cluster(places: Places) -> str:
     """The base image, for tests that need a pod with a shell and Python in it."""
     if scratch.has_image(places, buildah.BASE_IMAGE):
         return buildah.BASE_IMAGE  # without waiting for a build that may be under way
-    with exclusive(places, "images"):
+    with exclusive(places, "images"), buildah.unmounting(places):
         if not scratch.has_image(places, buildah.BASE_IMAGE):
             buildah.ensure_base(places)
             transfer.to_containerd(places, buildah.BASE_IMAGE)

@@ -30,6 +30,19 @@ def exclusive(places: Places, purpose: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def exclusive_if_free(places: Places, purpose: str) -> Iterator[bool]:
+    """Like `exclusive`, without waiting: whether the lock is held in the block."""
+    places.cache.mkdir(parents=True, exist_ok=True)
+    with (places.cache / f".{purpose}.lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+@contextlib.contextmanager
 def in_use(places: Places) -> Iterator[None]:
     """Say that the cluster is used, for as long as the block runs. Many may at once."""
     with _users(places).open("a") as stream:

@@ -34,11 +34,11 @@ _POLICY = Path("/usr/sbin/policy-rc.d")
 _UNITS = ("etcd", "containerd", "prometheus-alertmanager")
 
 
-def require_root() -> None:
+def require_root(what: str = "A kubelet, containerd and network namespaces need") -> None:
     if os.geteuid() != 0:
         raise HarnessError(
-            "A kubelet, containerd and network namespaces need root, and this is user "
-            f"{os.geteuid()}. Run the command as root, or set KUBECONFIG to another cluster."
+            f"{what} root, and this is user {os.geteuid()}. Run the command as root, or set "
+            "KUBECONFIG to another cluster."
         )
 
 
@@ -99,6 +99,8 @@ def install(packages: dict[str, str]) -> None:
     missing = [name for name, program in packages.items() if not Path(program).exists()]
     if not missing:
         return
+    require_root(f"Installing {', '.join(missing)} needs")
+    require_debian()
     say(f"installing {', '.join(missing)}")
     with _services_held_back():
         _apt(["update", "-qq"])

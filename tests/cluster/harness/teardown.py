@@ -11,7 +11,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from . import kernel, processes, scratch
+from . import buildah, kernel, processes, scratch
 from .errors import HarnessError
 from .places import Places
 from .probes import containerd_answers
@@ -28,6 +28,7 @@ _SHIM_SOCKETS = Path("/run/containerd/s")
 def down(places: Places) -> None:
     """Stop everything and remove it. Does nothing, quietly, when there is nothing."""
     kernel.refuse_other_owner(places.state)
+    buildah.unmount_if_idle(places)
     if not places.state.exists() and not check_clean(places):
         return
     say("stopping the cluster")
