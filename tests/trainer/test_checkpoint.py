@@ -77,6 +77,20 @@ def remove(file: Path) -> None:
     file.unlink()
 
 
+def make_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def nest(file: Path) -> None:
+    file.write_text("[" * 100_000)
+
+
+def make_the_checkpoint_a_file(file: Path) -> None:
+    shutil.rmtree(file.parent)
+    file.parent.write_text("in the way")
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -85,6 +99,10 @@ def remove(file: Path) -> None:
         ("optimizer.safetensors", remove),
         ("checkpoint.json", truncate),
         ("checkpoint.json", remove),
+        ("checkpoint.json", nest),
+        ("checkpoint.json", make_a_folder),
+        ("optimizer.safetensors", make_a_folder),
+        ("checkpoint.json", make_the_checkpoint_a_file),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
@@ -228,6 +246,27 @@ def test_no_usable_checkpoint_means_a_fresh_start(tmp_path: Path) -> None:
     again = Engine(tmp_path)
     assert again.resumed is None
     assert again.position.step == 0
+    assert "none of 1 checkpoints is usable; training begins anew" in again.warnings[-1]
+
+
+def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be whole; root may read anything, so the system's answer is given for it."""
+    Engine(tmp_path).train(micro_steps=4)
+    newest = tmp_path / "checkpoints" / "step-000001.1"
+    read = Path.read_bytes
+
+    def refusing(file: Path) -> bytes:
+        if file.parent == newest:
+            raise PermissionError(13, "Permission denied", str(file))
+        return read(file)
+
+    monkeypatch.setattr(Path, "read_bytes", refusing)
+    with pytest.raises(ConfigurationError, match=r"checkpoint\.json can't be read: permission"):
+        Engine(tmp_path)
+    monkeypatch.undo()
+    assert Engine(tmp_path).position.micro_step == 4
 
 
 def test_an_older_attempt_writes_nothing_once_a_newer_one_began(tmp_path: Path) -> None:

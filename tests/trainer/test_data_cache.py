@@ -207,6 +207,45 @@ def test_a_disk_that_refuses_is_told_once_and_the_run_goes_on(
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
+def test_nothing_more_is_computed_ahead_for_a_disk_that_has_refused(
+    base: BaseModel, photos: Path, tmp_path: Path, work: Work
+) -> None:
+    with _files_no_larger_than(1000):
+        _fill(base, _open(photos), tmp_path / "cache")
+    assert (work.texts, work.images) == (1, 0)
+
+
+def test_a_cache_that_can_only_be_read_is_read(
+    base: BaseModel, photos: Path, tmp_path: Path, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write anywhere, so the system's answer is given for it."""
+    data = _open(photos)
+    _fill(base, data, tmp_path / "cache")
+    before = (work.texts, work.images)
+    lost = next((tmp_path / "cache").rglob("*.tensors"))
+    lost.unlink()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    said: list[str] = []
+    cached = _objective(base, data, tmp_path / "cache", said)
+    cached.fill_cache(lambda: False, lambda done, total: None)
+    for step in range(4):
+        cached.batch(step)
+    cached.close()
+    assert sum((work.texts, work.images)) == sum(before) + 1
+    assert [line for line in said if "can only be read here" in line] == said
+    assert not lost.exists()
+
+
+def test_a_file_where_a_folder_belongs_is_a_refusal_like_any_other(tmp_path: Path) -> None:
+    key = key_of("test", {"a": 1})
+    (tmp_path / key[:2]).write_text("in the way")
+    said: list[str] = []
+    store = TensorStore(tmp_path, said.append)
+    store.put(key, {"x": torch.zeros(1)})
+    assert len(said) == 1
+    assert store.get(key) is None
+
+
 def test_writers_at_the_same_time_leave_one_whole_entry(tmp_path: Path) -> None:
     stores = [TensorStore(tmp_path, pytest.fail) for _ in range(3)]
     key = key_of("test", {"a": 1})

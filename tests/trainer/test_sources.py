@@ -221,6 +221,45 @@ def test_a_folder_of_tables_and_images_is_refused_rather_than_half_read(tmp_path
         open_folder(str(tmp_path / "data"), Columns(), {})
 
 
+def test_tables_are_found_as_images_are_hidden_ones_left_out_and_linked_folders_entered(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "data"
+    _write(_table([_png(1)], text=["a"]), tmp_path / "elsewhere" / "B.parquet").rename(
+        tmp_path / "elsewhere" / "B.PARQUET"
+    )
+    _write(_table([_png(2)], text=["b"]), data / "a.parquet")
+    (data / "._a.parquet").write_bytes(b"what macOS leaves in archives")
+    (data / ".cache").mkdir()
+    (data / ".cache" / "thumbnail.png").write_bytes(_png(3))
+    (data / "linked").symlink_to(tmp_path / "elsewhere")
+    assert has_tables_alone(data)
+    folder = unpack_tables(data, Columns(), tmp_path / "cache")
+    samples = open_dataset(folder, _settings()).samples
+    assert [(s.file, s.caption) for s in samples] == [
+        ("00000-a-row-00000000.png", "b"),
+        ("00001-B-row-00000000.png", "a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        (
+            pa.Table.from_arrays([pa.array([b"x"])] * 3, names=["image", "text", "text"]),
+            "has 2 columns 'text'",
+        ),
+        (_table([{"data": b"x"}], text=["a"]), "is a struct of data, .* in a field 'bytes'"),
+    ],
+)
+def test_columns_that_can_not_be_told_apart_or_hold_no_files_are_a_sentence(
+    tmp_path: Path, table: pa.Table, sentence: str
+) -> None:
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigurationError, match=sentence):
+        unpack_tables(tmp_path / "a.parquet", Columns(), tmp_path / "cache")
+
+
 def test_a_damaged_table_is_a_sentence(tmp_path: Path) -> None:
     for name in ("a.parquet", "b.arrow"):
         (tmp_path / name).write_bytes(b"nonsense" * 10)

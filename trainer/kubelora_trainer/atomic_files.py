@@ -24,6 +24,8 @@ _SENTENCES = {
     "another place",
     errno.EACCES: "permission denied; let this user write there, or set spec.output.uri to "
     "another place",
+    errno.EEXIST: "a file of that name is in the way; move it away, or set spec.output.uri to "
+    "another place",
     errno.ENOTDIR: "a part of the path is a file, not a folder; set spec.output.uri to another "
     "place",
 }
@@ -84,7 +86,7 @@ def give_usual_rights(path: Path) -> None:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill; it becomes ``folder`` once it is whole, and is gone if it is not.
+    """An empty folder to fill; it becomes ``folder`` once all is on the disk, or is gone.
 
     Another process may be doing the same: the first one's stays. Raises OSError, and what the block
     raises.
@@ -94,6 +96,10 @@ def filling(folder: Path) -> Iterator[Path]:
     try:
         yield aside
         give_usual_rights(aside)
+        for written in aside.rglob("*"):
+            if written.is_file():
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
         try:
             aside.rename(folder)
         except OSError:

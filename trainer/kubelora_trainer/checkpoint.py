@@ -187,6 +187,7 @@ def resume(
     folder.assert_ours()
     with writing_to(root):
         tidy_up(root)
+    unusable = 0
     for found in reversed(list_checkpoints(root)):
         if latest_step is not None and found.step > latest_step:
             continue
@@ -198,8 +199,11 @@ def resume(
             with writing_to(found.path):
                 shutil.rmtree(set_aside, ignore_errors=True)
                 found.path.rename(set_aside)
+            unusable += 1
             continue
         return _take_over(found, manifest, tensors, buffers, parts), found
+    if unusable:
+        warn(f"{root}: none of {unusable} checkpoints is usable; training begins anew, at step 0")
     return None
 
 
@@ -275,11 +279,10 @@ def _read(
 
 
 def _read_manifest(found: SavedCheckpoint) -> CheckpointManifest:
+    content = _content(found.path / _MANIFEST)
     try:
-        document = json.loads((found.path / _MANIFEST).read_bytes())
-    except FileNotFoundError:
-        raise _Unusable(f"{_MANIFEST} is missing") from None
-    except ValueError:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
         raise _Unusable(f"{_MANIFEST} is damaged") from None
     if not isinstance(document, dict):
         raise _Unusable(f"{_MANIFEST} is damaged")
@@ -316,13 +319,24 @@ def _of_another_version(found: SavedCheckpoint, why: str) -> ConfigurationError:
 
 
 def _read_part(file: Path, manifest: CheckpointManifest) -> dict[str, Tensor]:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise _Unusable(f"{file.name} can't be read ({error.strerror})") from None
+    data = _content(file)
     if hashlib.sha256(data).hexdigest() != manifest.files.get(file.name):
         raise _Unusable(f"{file.name} is not what was written (its sha256 differs)")
     return load(data)
+
+
+def _content(file: Path) -> bytes:
+    """A file that may not be read may be whole: an earlier checkpoint would lose what it holds."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise _Unusable(f"{file.name} is missing") from None
+    except PermissionError:
+        raise ConfigurationError(
+            f"{file} can't be read: permission denied; let this user read it, and run again"
+        ) from None
+    except OSError as error:
+        raise _Unusable(f"{file.name} can't be read ({error.strerror})") from None
 
 
 def _write_part(file: Path, part: CheckpointPart) -> str:

@@ -95,6 +95,11 @@ class DataCache:
     latents: LatentCache | None = None
     text: TextCache | None = None
 
+    @property
+    def takes_more(self) -> bool:
+        """Whether anything can be added: not where the disk has refused, or can only be read."""
+        return any(part.store.writable for part in (self.latents, self.text) if part)
+
 
 NO_CACHE = DataCache()
 
@@ -112,6 +117,11 @@ def open_cache(
     text_trained: whether a text encoder has an adapter.
     """
     store = TensorStore(folder, lambda sentence: say(f"warning: {sentence}"))
+    if not store.writable:
+        say(
+            f"cache: {folder} can only be read here; what is in it is used, the rest is computed "
+            "each time it is needed"
+        )
     text = None
     if text_trained:
         say("cache: text is not cached, for what encodes it is trained (adapter.textEncoders)")

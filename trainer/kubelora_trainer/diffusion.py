@@ -136,6 +136,8 @@ class SdxlObjective:
                     f"stopped while the cache was filled: {done} of {len(work)} entries are kept; "
                     "the same command goes on from there"
                 )
+            if not self._cache.takes_more:
+                return  # what is computed now would be thrown away
             one()
             tick(done + 1, len(work))
 

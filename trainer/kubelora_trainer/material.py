@@ -27,7 +27,7 @@ from kubelora_trainer.diffusion import SdxlObjective
 from kubelora_trainer.downloads import cache_directory
 from kubelora_trainer.errors import ConfigurationError, Interrupted
 from kubelora_trainer.output import OutputFolder
-from kubelora_trainer.places import resolve_input, resolve_output
+from kubelora_trainer.places import resolve_cache, resolve_input
 from kubelora_trainer.precision import DTYPES
 from kubelora_trainer.preflight_report import PreflightReport, report_text, write_report
 from kubelora_trainer.seats import ONLY_SEAT, Seat
@@ -147,7 +147,7 @@ def open_material(
     cache = NO_CACHE
     if spec.dataset.cache:
         cache = open_cache(
-            resolve_output(spec.dataset.cache, mounts),
+            resolve_cache(spec.dataset.cache, mounts),
             base,
             dataset,
             say,

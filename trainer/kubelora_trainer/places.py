@@ -69,23 +69,38 @@ def resolve_output(
 
     Raises ConfigurationError when it is not a claim or a local path, or can't be written.
     """
-    folder = local_path(uri, mounts, claims=claims)
-    if folder is None:
-        raise ConfigurationError(f"{uri} can't take output: use pvc://claim/path or a local path.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ConfigurationError(
-            f"{uri} can't take output: {folder}, or a part of that path, is a file."
-        ) from None
-    except OSError as error:
-        raise ConfigurationError(
-            f"{uri} can't take output: {folder} can't be made ({error.strerror})."
-        ) from error
+    folder = _made(uri, "output", mounts, claims)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigurationError(
             f"{uri} can't take output: {folder} is not writable for user {os.getuid()}."
         )
+    return folder
+
+
+def resolve_cache(
+    uri: str, mounts: Mapping[str, Path], *, claims: Path = Path(names.CLAIMS_DIRECTORY)
+) -> Path:
+    """The folder of a cache, made where it was missing; one that can only be read is of use too.
+
+    Raises ConfigurationError when it is not a claim or a local path, or can't be made.
+    """
+    return _made(uri, "a cache", mounts, claims)
+
+
+def _made(uri: str, what: str, mounts: Mapping[str, Path], claims: Path) -> Path:
+    folder = local_path(uri, mounts, claims=claims)
+    if folder is None:
+        raise ConfigurationError(f"{uri} can't take {what}: use pvc://claim/path or a local path.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigurationError(
+            f"{uri} can't take {what}: {folder}, or a part of that path, is a file."
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"{uri} can't take {what}: {folder} can't be made ({error.strerror})."
+        ) from error
     return folder
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from kubelora_api import dataset_spec
 from kubelora_trainer.buckets import Size, nearest_size, training_sizes, visible_share
@@ -27,6 +27,7 @@ from kubelora_trainer.captions import (
     refuse_absent,
     refuse_unread,
 )
+from kubelora_trainer.dataset_files import files_below
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.images import IMAGE_SUFFIXES, BadImageError, decode_image
 from kubelora_trainer.preflight_report import Count, PreflightReport, Remark
@@ -227,7 +228,7 @@ def _images_of(
     where = "dataset.extraSources" if source.label else "dataset.uri"
     if not folder.is_dir():
         raise ConfigurationError(f"The dataset {folder} is no folder: see {where}.")
-    files = sorted(_walk(folder))
+    files = sorted(files_below(folder))
     beside: dict[Path, list[str]] = {}
     for file in files:
         beside.setdefault(file.parent, []).append(file.name)
@@ -264,29 +265,6 @@ def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> No
             f"{len(bad)} of {report.found} images in {report.folder} can't be used: {listed}. "
             "Repair or remove them, or set dataset.onBadImage: skip."
         )
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Files below ``folder``, hidden ones left out; linked folders are entered, once each.
-
-    Raises ConfigurationError for a folder that can't be read: its images would be missing silently.
-    """
-
-    def refuse_unreadable(error: OSError) -> NoReturn:
-        raise ConfigurationError(
-            f"{error.filename} can't be read: {error.strerror}. Let this user read it, or take it "
-            "out of the dataset."
-        ) from error
-
-    seen: set[str] = set()
-    for current, folders, names in os.walk(folder, onerror=refuse_unreadable, followlinks=True):
-        real = os.path.realpath(current)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(f for f in folders if not f.startswith((".", "__MACOSX")))
-        yield from (Path(current) / name for name in names if not name.startswith("."))
 
 
 def _mark_duplicates(

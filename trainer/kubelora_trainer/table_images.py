@@ -7,6 +7,7 @@ with captions. Unpacked folders stay in the user's cache and are used again.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from kubelora_api.dataset_spec import Columns
 from kubelora_api.nearest import did_you_mean, listed
 from kubelora_trainer.atomic_files import filling
-from kubelora_trainer.captions import METADATA
+from kubelora_trainer.captions import METADATA, UNREAD
+from kubelora_trainer.dataset_files import files_below
 from kubelora_trainer.downloads import cache_directory
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.images import IMAGE_SUFFIXES
@@ -31,10 +33,10 @@ def has_tables_alone(place: Path) -> bool:
     Raises ConfigurationError for a folder of both, rather than leave one kind out.
     """
     if place.is_file():
-        return place.suffix in TABLES
+        return _is_table(place)
     if (place / METADATA).is_file() or not (tables := _tables(place)):
         return False
-    images = sum(path.suffix.lower() in IMAGE_SUFFIXES for path in place.rglob("*"))
+    images = sum(path.suffix.lower() in IMAGE_SUFFIXES for path in files_below(place))
     if images:
         raise ConfigurationError(
             f"{place} holds {len(tables)} tables, such as {tables[0].name}, and {images} image "
@@ -69,7 +71,11 @@ def unpack_tables(place: Path, columns: Columns, cache: Path | None = None) -> P
 def _tables(place: Path) -> list[Path]:
     if place.is_file():
         return [place]
-    return sorted(path for path in place.rglob("*") if path.suffix in TABLES and path.is_file())
+    return sorted(path for path in files_below(place) if _is_table(path) and path.is_file())
+
+
+def _is_table(file: Path) -> bool:
+    return file.suffix.lower() in TABLES and file.name not in UNREAD
 
 
 def _key(tables: list[Path], columns: Columns) -> str:
@@ -86,7 +92,7 @@ def _unpack(table: Path, number: int, columns: Columns, folder: Path) -> None:
     with (folder / METADATA).open("a", encoding="utf-8") as metadata:
         for row, (image, caption, category) in enumerate(_rows(table, columns)):
             suffix = next((s for magic, s in _MAGIC if image.startswith(magic)), ".png")
-            name = f"{number:05d}-{row:08d}{suffix}"
+            name = f"{number:05d}-{_told(table)}-row-{row:08d}{suffix}"
             (folder / name).write_bytes(image)
             entry = {
                 "file_name": name,
@@ -94,6 +100,11 @@ def _unpack(table: Path, number: int, columns: Columns, folder: Path) -> None:
                 columns.category: category or "",
             }
             metadata.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def _told(table: Path) -> str:
+    """The table's name, for reports on its rows, in characters and a length that any name takes."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", table.stem)[:100]
 
 
 def _rows(table: Path, columns: Columns) -> Iterator[tuple[bytes, str | None, str | None]]:
@@ -113,8 +124,11 @@ def _rows(table: Path, columns: Columns) -> Iterator[tuple[bytes, str | None, st
                     _text_of(caption, table, columns.caption),
                     _text_of(category, table, columns.category),
                 )
-    except pa.ArrowInvalid as error:
-        raise ConfigurationError(f"{table} can't be read: {error}") from error
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigurationError(
+            f"{table} can't be read: {error}; fetch it again (git lfs pull, if it is a pointer of "
+            "Git LFS)"
+        ) from error
 
 
 def _batches(table: Path, columns: Columns) -> Iterator[Any]:
@@ -122,7 +136,7 @@ def _batches(table: Path, columns: Columns) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if table.suffix == ".parquet":
+    if table.suffix.lower() == ".parquet":
         with pq.ParquetFile(table) as parquet:
             wanted = _wanted(table, parquet.schema_arrow.names, columns)
             yield from parquet.iter_batches(batch_size=ROWS, columns=wanted)
@@ -141,6 +155,8 @@ def _batches(table: Path, columns: Columns) -> Iterator[Any]:
 
 
 def _wanted(table: Path, names: list[str], columns: Columns) -> list[str]:
+    if twice := [name for name in columns.document().values() if names.count(name) > 1]:
+        raise ConfigurationError(f"{table} has {names.count(twice[0])} columns {twice[0]!r}")
     for field, name, what in (
         ("image", columns.image, "images"),
         ("caption", columns.caption, "captions"),
@@ -157,7 +173,12 @@ def _wanted(table: Path, names: list[str], columns: Columns) -> list[str]:
 
 def _bytes_of(value: object, table: Path, column: str) -> bytes:
     if isinstance(value, dict):
-        value = value.get("bytes")
+        if "bytes" not in value:
+            raise ConfigurationError(
+                f"the column {column!r} of {table} is a struct of {', '.join(value)}, and image "
+                "files are looked for in a field 'bytes': see dataset.columns.image"
+            )
+        value = value["bytes"]
     if value is None:
         return b""
     if not isinstance(value, bytes):

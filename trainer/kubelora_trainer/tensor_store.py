@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -29,14 +30,15 @@ def key_of(kind: str, parts: Mapping[str, object]) -> str:
 class TensorStore:
     """A folder of small groups of tensors.
 
-    warn: is told once when the disk refuses; from then on nothing more is written.
+    warn: is told once when the disk refuses; from then on nothing more is written. A folder that
+    can only be read is read.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self.folder = folder
         self._warn = warn
         self._numbers = count()
-        self.writable = True
+        self.writable = os.access(folder, os.W_OK | os.X_OK)
 
     def get(self, key: str) -> dict[str, torch.Tensor] | None:
         """What was put under ``key``, on the CPU; None when it is not there or not whole."""
@@ -67,7 +69,8 @@ class TensorStore:
             aside.replace(path)
         except OSError as error:
             self.writable = False
-            aside.unlink(missing_ok=True)
+            with suppress(OSError):
+                aside.unlink()
             self._warn(
                 f"the cache {self.folder} takes no more: {error.strerror}; free some space or set "
                 "dataset.cache to another place. What is in it is used, the rest is computed each "
