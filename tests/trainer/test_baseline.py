@@ -111,6 +111,41 @@ def test_with_another_rank_batch_or_accumulation_norms_are_not_compared(
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "compared"),
+    [
+        ({}, True),
+        ({"steps": 144}, True),
+        ({"steps": 64}, True),
+        ({"steps": 145}, False),
+        ({"steps": 63}, False),
+        ({"adapter": {"targets": "all"}}, False),
+        ({"adapter": {"rankPattern": {"to_q": 4}}}, False),
+        ({"adapter": {"alpha": 2.0}}, True),
+    ],
+)
+def test_norms_are_compared_where_length_and_layers_are_alike(
+    good: Path, settings: dict[str, Any], compared: bool
+) -> None:
+    job = json.loads((good / "manifest.json").read_text())["job"]
+    steps = settings.get("steps", 96)
+    job["spec"]["training"]["steps"] = steps
+    job["spec"].setdefault("adapter", {}).update(settings.get("adapter", {}))
+    baseline = open_baseline("pvc://a/good", good, job, {}, "draws 0", steps)
+    assert (baseline.envelope is not None) == compared
+    assert bool(baseline.record.not_compared) != compared
+
+
+@pytest.mark.parametrize("damaged", ["manifest.json", "groups.parquet"])
+def test_a_damaged_baseline_is_told_with_the_field_that_names_it(
+    good: Path, tmp_path: Path, damaged: str
+) -> None:
+    place = shutil.copytree(good, tmp_path / "place")
+    (place / damaged).write_bytes((place / damaged).read_bytes()[:100])
+    with pytest.raises(ConfigurationError, match=r"health\.baseline.*leave health\.baseline out"):
+        open_baseline("x", place, {}, {}, "", 96)
+
+
 @pytest.mark.parametrize("left", ["nothing", "no log"])
 def test_what_is_no_run_is_refused_and_a_run_without_log_only_compared_by_settings(
     good: Path, tmp_path: Path, left: str

@@ -174,6 +174,20 @@ def test_of_an_earlier_run_in_a_bucket_only_manifest_and_log_are_copied(tmp_path
     assert names == {"manifest.json", "groups.parquet"}
 
 
+def test_a_bucket_without_credentials_is_told_in_a_sentence(tmp_path: Path) -> None:
+    from botocore.exceptions import NoCredentialsError
+
+    class Locked:
+        def find(self, path: str, *, detail: bool) -> dict[str, dict[str, object]]:
+            raise NoCredentialsError
+
+        def get_file(self, rpath: str, lpath: str) -> None:
+            raise AssertionError
+
+    with pytest.raises(ConfigurationError, match=r"Unable to locate credentials.*check the name"):
+        download_tree(Locked(), "s3://bottles/set", tmp_path)
+
+
 def test_a_bucket_needs_s3fs_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from kubelora_trainer.errors import NumericalError
+from kubelora_trainer.run_log import kept_to_the_end
 from kubelora_trainer.step_numbers import GROUP_FIELDS
-from tests.trainer.engine import Engine
+from tests.trainer.engine import Engine, Loss
 
 
 def rows(path: Path) -> list[dict[str, object]]:
@@ -88,6 +90,28 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     again = Engine(tmp_path / "cut")
     again.train()
     assert rows(again.run_log.finish()) == rows(whole.run_log.finish())
+
+
+def test_the_steps_before_an_error_are_kept_and_come_once_after_a_resume(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)  # three micro-steps a step, checkpoints far apart
+    objective = engine.parts.objective
+
+    def poisonous(micro_step: int) -> Loss:
+        loss = objective(micro_step)
+        return Loss(loss.loss_sum * (float("nan") if micro_step == 13 else 1.0), loss.samples)
+
+    object.__setattr__(engine.parts, "objective", poisonous)
+    with pytest.raises(NumericalError), kept_to_the_end(engine.run_log):
+        engine.train()
+    (part,) = sorted((tmp_path / "metrics.parts").iterdir())
+    steps = {r["step"] for r in rows(part)}
+    assert steps == {1, 2, 3, 4, 5}  # micro-step 13 is of the fifth
+    again = Engine(tmp_path)
+    again.train()
+    factors = len(again.buffers.slots)
+    assert [r["step"] for r in rows(again.run_log.finish())] == [
+        step for step in range(1, again.position.step + 1) for _ in range(factors)
+    ]
 
 
 def test_steps_after_the_last_checkpoint_come_again_after_a_kill(tmp_path: Path) -> None:

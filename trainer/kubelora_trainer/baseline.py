@@ -39,8 +39,20 @@ if TYPE_CHECKING:
     import pyarrow as pa  # 30 MiB, and only a run with a baseline reads a log
 
 _COMPARED_GROUPS: Final = ("model", "dataset", "adapter", "training", "precision", "workers")
-_SAME: Final = ("adapter.rank", "training.batchSize", "training.gradientAccumulation")
-"""Settings that scale gradient norms by themselves: with others the norms are not compared."""
+_SAME: Final = (
+    "adapter.rank",
+    "adapter.rankPattern",
+    "adapter.targets",
+    "adapter.targetPatterns",
+    "training.batchSize",
+    "training.gradientAccumulation",
+)
+"""Settings that scale gradient norms by themselves, or whose norms are of other layers: with others
+the norms are not compared."""
+_LENGTHS_APART: Final = 1.5
+"""Runs whose lengths differ by more than this factor are not compared: at the same progress lora_B
+has grown, and lora_A's gradient with it, by as many steps as were done. The limit is a factor of
+2."""
 _SHOWN: Final = 4
 
 
@@ -106,7 +118,10 @@ def hold_against(
         return None
     uri, baseline, digest = run.job.spec.health.baseline, None, made_of.dataset_sha256 or ""
     if uri:
-        place = resolve_input(uri, run.options.mounts, content="run")
+        try:
+            place = resolve_input(uri, run.options.mounts, content="run")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"health.baseline: {error}") from error
         document = run.job.document()
         baseline = open_baseline(uri, place, document, installed_versions(), digest, total_steps)
         for line in baseline.told():
@@ -144,7 +159,13 @@ def open_baseline(
 
     job: this run's resolved document. Raises ConfigurationError where there is no such run.
     """
-    manifest = read_manifest(folder)
+    try:
+        manifest = read_manifest(folder)
+    except ConfigurationError:
+        raise ConfigurationError(
+            f"health.baseline {uri}: {folder / OutputPath.MANIFEST} is no run's manifest, or "
+            "damaged; name another run, or leave health.baseline out"
+        ) from None
     if manifest is None:
         raise ConfigurationError(
             f"health.baseline {uri}: no {OutputPath.MANIFEST} there; name the output folder of an "
@@ -174,14 +195,23 @@ def _why_not(
     """Why gradient norms can't be compared; empty where they can."""
     if log is None:
         return f"it has no {OutputPath.GROUP_LOG}"
-    if unlike := [d.field for d in differences if d.field in _SAME]:
+    if unlike := [d.field for d in differences if _is_same(d.field)]:
         return f"{', '.join(unlike)} differ, and norms with them"
     there = manifest.record.total_steps
     if not there:
         return "its manifest does not say how many steps it planned"
     if not bins_of(there, total_steps):
         return f"{min(there, total_steps)} steps are too few"
+    if not there / _LENGTHS_APART <= total_steps <= there * _LENGTHS_APART:
+        return (
+            f"it planned {there} steps and this run {total_steps}; lora_A's gradient grows with "
+            "the steps done"
+        )
     return ""
+
+
+def _is_same(field: str) -> bool:
+    return any(field == same or field.startswith(f"{same}.") for same in _SAME)
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,7 +243,10 @@ def _read_log(folder: Path) -> "pa.Table | None":
     try:
         tables = [pq.read_table(file, columns=columns) for file in files]
     except (OSError, ValueError, pa.ArrowInvalid) as error:
-        raise ConfigurationError(f"{files[0]}: not a run's log of groups ({error})") from None
+        raise ConfigurationError(
+            f"health.baseline: {files[0]} is no run's log of groups, or damaged ({error}); name "
+            "another run, or leave health.baseline out"
+        ) from None
     return pa.concat_tables([table.unify_dictionaries() for table in tables])
 
 

@@ -185,12 +185,21 @@ def download_tree(
         folder = cache / "buckets" / _listing_hash(uri, listing)
         if not folder.is_dir():
             _fill(system, listing, folder)
-    except (OSError, ValueError) as error:
+    except _bucket_errors() as error:
         raise ConfigurationError(
             f"{uri} can't be fetched ({error}): check the name, the credentials and free space."
         ) from error
     alone = [name for name, (remote, _) in listing.items() if remote.strip("/") == prefix]
     return folder / alone[0] if alone else folder
+
+
+def _bucket_errors() -> tuple[type[Exception], ...]:
+    """OSError and ValueError, and what S3's client raises as it is: no credentials, for one."""
+    try:
+        from botocore.exceptions import BotoCoreError
+    except ImportError:
+        return (OSError, ValueError)
+    return (OSError, ValueError, BotoCoreError)
 
 
 def _relative(name: str, prefix: str) -> str:

@@ -35,7 +35,7 @@ from kubelora_trainer.publishing import draw, export_adapter, push_adapter
 from kubelora_trainer.reporting import Reporter
 from kubelora_trainer.run_context import Run, RunOptions
 from kubelora_trainer.run_length import assert_not_passed
-from kubelora_trainer.run_log import NoLog, RunLog
+from kubelora_trainer.run_log import NoLog, RunLog, kept_to_the_end
 from kubelora_trainer.run_record import RunRecord
 from kubelora_trainer.same_inputs import assert_same_inputs
 from kubelora_trainer.schedule import steps_that_moved
@@ -165,15 +165,16 @@ def _train_and_export(
         elif spec.health.policy == "Rollback":
             session.checkpoint(position)  # what a fault in the first steps can go back to
         parts = _parts(session)
-        position = train(
-            parts,
-            run.gang.adopt(position, buffers, parts.sums),
-            stop=lambda: run.stop.requested,
-            checkpoint=session.checkpoint,
-            checkpoint_every=spec.checkpoint.every_steps,
-            roll_back=session.roll_back,
-            after_step=session.draw_if_due,
-        )
+        with kept_to_the_end(run_log):
+            position = train(
+                parts,
+                run.gang.adopt(position, buffers, parts.sums),
+                stop=lambda: run.stop.requested,
+                checkpoint=session.checkpoint,
+                checkpoint_every=spec.checkpoint.every_steps,
+                roll_back=session.roll_back,
+                after_step=session.draw_if_due,
+            )
         if position.step < plan.optimizer_steps:
             session.checkpoint(position)
     _leave_if_asked(run, position.step, plan.optimizer_steps)

@@ -5,7 +5,8 @@ and group, with every measurement that is a metric. ``categories.parquet``, wher
 categories: one per step and category. What was not measured in a step is null.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import numpy as np
 from kubelora_api.names import OutputPath
 from kubelora_trainer.arrow_columns import measured_column, name_column, number_column
 from kubelora_trainer.buffers import Slot
+from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.output import (
     CATEGORY_LOG_PARTS,
     GROUP_LOG_PARTS,
@@ -137,6 +139,20 @@ def _by_category(steps: Sequence[StepNumbers]) -> "pa.Table":
             "samples": number_column(np.asarray([c.samples for _, _, c in rows], "int32")),
         }
     )
+
+
+@contextmanager
+def kept_to_the_end(log: "RunLog | NoLog") -> Iterator[None]:
+    """Around training: an error's last steps, which tell why it came, are written too.
+
+    A run that goes on from an earlier checkpoint drops them again, for they come anew.
+    """
+    try:
+        yield
+    except Exception:
+        with suppress(ConfigurationError):  # the first error counts
+            log.flush()
+        raise
 
 
 class NoLog:
