@@ -176,14 +176,15 @@ GRADIENT_IMBALANCE: Final = Threshold(
     limits={"bf16": 0.03, "fp16": 0.01, "fp32": 0.01},
     window=5,
     skip_steps=3,
-    quantity="pooled difference of A * grad(A)^T and grad(B)^T * B, relative",
+    quantity="pooled difference of A * grad(A)^T and grad(B)^T * B, relative, in blocks where "
+    "these have four numbers or more",
     sentence="The gradients of lora_A and lora_B contradict each other: one of them was lost, "
     "counted twice, scaled or cast on its way. Look at what touches gradients between backward "
     "and optimizer.",
     reason="An identity of the chain rule. Rounding gives 2 to 5e-3 in bf16, 0.4 to 1.4e-3 in "
     "scaled fp16, 1e-7 in fp32 (5e-4 where convolutions run in TF32); a lost micro-step gives 0.1 "
     "to 0.7, a double division 1.6. The limit is six times the worst healthy value or more, and a "
-    "third of the least fault.",
+    "third of the least fault. docs/numerics.md derives the healthy values.",
 )
 GRADIENT_UNDERFLOW: Final = Threshold(
     finding="GradientUnderflow",

@@ -5,11 +5,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from kubelora_api import thresholds
 from kubelora_api.thresholds import THRESHOLDS, Threshold
+from kubelora_api.training_spec import Training
+from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.health import WatchState, from_json, observe, resumed, to_json
-from kubelora_trainer.judging import FactorFacts, Memory, RunFacts, at_resume, values_of
+from kubelora_trainer.judging import FactorFacts, Memory, RunFacts, at_resume, facts_of, values_of
+from kubelora_trainer.precision import PrecisionPlan
 from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 
 A, B, E = "down.lora_A", "down.lora_B", "embed.lora_A"
@@ -134,6 +139,29 @@ def test_zeros_of_lora_a_are_not_judged_where_dropout_leaves_columns_without_inp
     step = replace(STEP, samples=samples)
     assert math.isnan(value(thresholds.GRADIENT_UNDERFLOW, step, A, facts)) != judged
     assert value(thresholds.GRADIENT_UNDERFLOW, step, B, facts) == 0.0
+
+
+def test_the_identity_is_judged_where_its_products_have_four_numbers_or_more() -> None:
+    # Sums of squared ranks: one module of rank 1, three of them, four of them, one of rank 2.
+    for ranks, judged in (((1,), False), ((1, 1, 1), False), ((1, 1, 1, 1), True), ((2,), True)):
+        factors = tuple(
+            FactorFacts(group, 100, False, rank=rank)
+            for group in ("down.lora_A", "down.lora_B")
+            for rank in ranks
+        )
+        facts = replace(FACTS, factors=factors)
+        step = replace(STEP, groups=dict.fromkeys(("down.lora_A", "down.lora_B"), WELL))
+        found = value(thresholds.GRADIENT_IMBALANCE, step, "down.lora_A", facts=facts)
+        assert math.isnan(found) is not judged
+
+
+def test_the_rank_of_a_convolution_is_its_channels_between_both_factors() -> None:
+    shapes = {"lora_A": (3, 8, 3, 3), "lora_B": (16, 3, 1, 1), "magnitude": (16,)}
+    buffers = AdapterBuffers(
+        [Factor("conv", f"down.{n}", nn.Parameter(torch.zeros(s))) for n, s in shapes.items()],
+        PrecisionPlan(torch.float32, torch.float32, torch.float32),
+    )
+    assert [f.rank for f in facts_of(Training(steps=1), buffers, 1).factors] == [3, 3, 0]
 
 
 def test_the_size_of_a_change_is_that_of_the_weights_whatever_rate_a_factor_has() -> None:

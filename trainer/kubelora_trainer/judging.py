@@ -13,8 +13,8 @@ from typing import Final
 from kubelora_api import thresholds
 from kubelora_api.thresholds import ACCUMULATION_ERROR_LAW, Threshold
 from kubelora_api.training_spec import Training
-from kubelora_trainer.balance import DOWN
-from kubelora_trainer.buffers import AdapterBuffers
+from kubelora_trainer.balance import DOWN, UP
+from kubelora_trainer.buffers import AdapterBuffers, Slot
 from kubelora_trainer.precision import NAMES
 from kubelora_trainer.step_numbers import GROUP_FIELDS, STEP_FIELDS, StepNumbers
 
@@ -30,6 +30,9 @@ LEAST_ROWS = 4
 """Rows of input that a layer of attention gets from a sample: 2 x 2 positions of 64 pixels."""
 DROPPED_COLUMNS = 1e-3
 """Share of columns without any input, by dropout, up to which zeros are judged."""
+LEAST_PRODUCTS = 4
+"""Numbers that a block's A · grad(A)^T have at least, where it is judged: a single one is a sum
+that passes through 0 now and then, and leaves rounding alone to be compared."""
 EMBEDDINGS = "embed."
 """Begin of the groups whose inputs hold exact zeros: sines and cosines of sizes and time."""
 
@@ -42,13 +45,14 @@ class FactorFacts:
     """One factor of the adapter.
 
     reads_text: whether its layer's input is the caption. rows: of input, that a sample brings at
-    least.
+    least. rank: of the module; 0 for a factor of another kind.
     """
 
     group: str
     numel: int
     reads_text: bool
     rows: int = LEAST_ROWS
+    rank: int = LEAST_PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ def facts_of(
             math.prod(slot.shape),
             ".attn2." in f".{slot.factor.module}.",
             1 if slot.factor.module.endswith("time_emb_proj") else LEAST_ROWS,
+            _rank(slot),
         )
         for slot in buffers.slots
     )
@@ -106,6 +111,12 @@ def facts_of(
         factors=factors,
         finds_rate=training.optimizer.name == "prodigy",
     )
+
+
+def _rank(slot: Slot) -> int:
+    """lora_A is (rank, ...), lora_B (outputs, rank, ...)."""
+    kind = slot.factor.name.rpartition(".")[2]
+    return slot.shape[0] if kind == DOWN else slot.shape[1] if kind == UP else 0
 
 
 def values_of(
@@ -156,6 +167,16 @@ def _eps_damping(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Value
 def _accumulation_error(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
     law = ACCUMULATION_ERROR_LAW * math.sqrt((numbers.micro_steps + 1) / 2)
     return {g: n.accumulation_error_ratio / law for g, n in numbers.groups.items()}
+
+
+def _balance(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
+    products = dict.fromkeys(numbers.groups, 0)
+    for factor in facts.factors:
+        products[factor.group] += factor.rank**2
+    return {
+        group: n.lora_balance if products[group] >= LEAST_PRODUCTS else math.nan
+        for group, n in numbers.groups.items()
+    }
 
 
 def _zeros_of_live_modules(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
@@ -238,6 +259,7 @@ def _first_steps_resumed(numbers: StepNumbers, facts: RunFacts, memory: Memory) 
 QUANTITIES: Final[Mapping[str, Callable[[StepNumbers, RunFacts, Memory], Values]]] = {
     thresholds.UPDATES_DAMPED.finding: _eps_damping,
     thresholds.ACCUMULATION_ERROR.finding: _accumulation_error,
+    thresholds.GRADIENT_IMBALANCE.finding: _balance,
     thresholds.GRADIENT_UNDERFLOW.finding: _zeros_of_live_modules,
     thresholds.DEAD_MODULES.finding: _dead_modules,
     thresholds.BACKWARD_PASSES_MISSING.finding: _backward_passes,
