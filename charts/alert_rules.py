@@ -97,10 +97,9 @@ def judged_here() -> tuple[Threshold, ...]:
 
 def told_by_watchdog(found: Threshold | Event) -> Alert:
     """What the watchdog in the pod has found; it has judged medians already, so nothing is held."""
-    gauge = f'{metrics.HEALTH_FINDING.name}{{finding="{found.finding}"}}'
     return Alert(
         name=f"Kubelora{found.finding}",
-        expr=f"max by ({JOB_LABELS}) ({gauge}) == 1",
+        expr=f"max by ({JOB_LABELS}) ({_found(found.finding)}) == 1",
         hold="",
         severity=found.severity,
         labels={"finding": found.finding},
@@ -140,15 +139,27 @@ def _judged(threshold: Threshold) -> str:
 
 
 def _median(threshold: Threshold) -> str:
-    """The worst group's median, once as many steps were seen as the watchdog wants."""
+    """The worst group's median, once as many steps were seen as the watchdog wants.
+
+    Where steps are too slow for that, or too fast for the scrapes, the watchdog's own word counts.
+    """
     worst = "min" if threshold.op == "<" else "max"
     series = f"{recorded_name(threshold)}[{Knob.WINDOW}]"
     return (
         f"{worst} by ({JOB_LABELS}) (\n"
         f"  quantile_over_time(0.5, {series}) {threshold.op} {threshold.limit:g}\n"
         f"  and count_over_time({series}) >= {threshold.window}\n"
+        ")\n"
+        f"or {worst} by ({JOB_LABELS}) (\n"
+        f"  {threshold.metric.name}\n"
+        f"  and on (namespace, pod) {_found(threshold.finding)} == 1\n"
         ")"
     )
+
+
+def _found(finding: str) -> str:
+    """The watchdog's gauge of a finding."""
+    return f'{metrics.HEALTH_FINDING.name}{{finding="{finding}"}}'
 
 
 def _rising(threshold: Threshold) -> str:
@@ -205,25 +216,32 @@ def job_failed() -> Alert:
 def training_stalled() -> Alert:
     """Steps that no longer come, the first one too, once it is known how many are planned.
 
-    Start-up (no steps planned yet) and the end of a run are not judged.
+    Start-up (no steps planned yet) and the end of a run are not judged. Slow steps are given ten
+    times as long: a step that takes as long as the silence is slow, not stalled.
     """
-    step, silence = metrics.STEP.name, f"{Knob.STALLED_SECONDS}s"
+    silence = f"{Knob.STALLED_SECONDS}s"
     return Alert(
         name="KubeloraTrainingStalled",
-        expr=f"max by ({JOB_LABELS}) (\n"
-        f"  {step} == {step} offset {silence}\n"
-        f"  and on (namespace, pod) {step} < {metrics.STEPS_PLANNED.name}\n"
-        # A step that takes as long as the silence is slow, not stalled.
-        f"  and on (namespace, pod) {metrics.STEP_DURATION.name} * 10 < {Knob.STALLED_SECONDS}\n"
-        ")",
+        expr=f"max by ({JOB_LABELS}) (\n{_silent('')}\n)\n"
+        f"or max by ({JOB_LABELS}) (\n{_silent('0')}\n)",
         hold="",
         severity="warning",
         summary=f"{_JOB} has made no optimizer step for {silence}",
         description="Training stands at optimizer step {{ $value }}, though the last step, if "
-        f"there was one, took less than a tenth of {silence}. "
+        f"there was one, took less than a tenth of {silence} (a slow step: of ten times that). "
         "A volume or GPU that hangs is likely. See what it waits for: "
         "kubectl logs -n {{ $labels.namespace }} "
         f"-l {LABEL_JOB}={{{{ $labels.name }}}} --tail=50",
+    )
+
+
+def _silent(zero: str) -> str:
+    """Pods without a step for as long as steps may take. zero: a digit that makes it ten times."""
+    step, seconds = metrics.STEP.name, f"{Knob.STALLED_SECONDS}{zero}"
+    return (
+        f"  {step} == {step} offset {seconds}s\n"
+        f"  and on (namespace, pod) {step} < {metrics.STEPS_PLANNED.name}\n"
+        f"  and on (namespace, pod) {metrics.STEP_DURATION.name} * 10 < {seconds}"
     )
 
 
