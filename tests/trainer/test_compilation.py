@@ -15,6 +15,7 @@ from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.compilation import CompilableObjective, compile_checked, largest_difference
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.diffusion import MicroBatchLoss
+from kubelora_trainer.material import factors_of
 from kubelora_trainer.precision import PrecisionPlan
 from tests.trainer.engine import tiny_factors
 from tests.trainer.jobs import job_spec, objective_on, open_base
@@ -80,14 +81,11 @@ def trial() -> Trial:
     return Trial(TinyObjective(factors), buffers)
 
 
-def test_the_real_unet_is_compiled_and_its_gradient_is_eagers(demo: DemoPaths) -> None:
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_the_real_unet_is_compiled_and_its_gradient_is_eagers(demo: DemoPaths, dora: bool) -> None:
     """Through the real tracer and its autograd, without the code generator."""
     base = open_base(demo.model, BF16)
-    factors = [
-        Factor(module.name, f"{module.group_block}.{name}", parameter)
-        for module in add_adapter(base.unet, Adapter(rank=4), 0)
-        for name, parameter in (("lora_A", module.lora_a), ("lora_B", module.lora_b))
-    ]
+    factors = factors_of(add_adapter(base.unet, Adapter(rank=4, dora=dora), 0))
     objective = objective_on(base, demo, job_spec({"batchSize": 2}))
     trial = Trial(objective, AdapterBuffers(factors, PrecisionPlan(BF16, FP32, FP32)))
     assert trial.compile("aot_eager")

@@ -77,10 +77,13 @@ def test_recomputed_activations_see_the_same_masks(demo: DemoPaths) -> None:
         assert torch.equal(plain, recomputed)
 
 
-def test_a_run_with_dropout_resumes_to_the_same_bits(tmp_path: Path, demo: DemoPaths) -> None:
+@pytest.mark.parametrize("dora", ["false", "true"], ids=["LoRA", "DoRA"])
+def test_a_run_with_dropout_resumes_to_the_same_bits(
+    tmp_path: Path, demo: DemoPaths, dora: str
+) -> None:
     """Stopped within a window, after sample images have put the model into eval mode."""
     settings = (
-        "spec.adapter={rank: 4, dropout: 0.3, rsLora: true, targets: all}",
+        f"spec.adapter={{rank: 4, dropout: 0.3, rsLora: true, targets: all, dora: {dora}}}",
         "spec.training.steps=4",
         "spec.validation={prompts: [a cat], everySteps: 1, inferenceSteps: 1}",
         "spec.output.dtype=fp32",

@@ -1,4 +1,4 @@
-"""Whatever adapter a job asks for, both of its files give it back on SDXL's topology."""
+"""Whatever adapter a job asks for, its files give it back on SDXL's topology; a DoRA has one."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +31,7 @@ def adapters(draw: st.DrawFn) -> Adapter:
         alpha=draw(st.none() | alphas),
         targets=draw(st.sampled_from(["attention", "attention+feed_forward", "all_linear", "all"])),
         rs_lora=draw(st.booleans()),
+        dora=draw(st.booleans()),
         text_encoders=draw(
             st.lists(st.sampled_from(["text_encoder", "text_encoder_2"]), unique=True)
         ),
@@ -62,16 +63,16 @@ def test_both_files_give_back_any_adapter_with_no_key_unmatched(
         if part in adapter.text_encoders
     }
     with TemporaryDirectory() as folder:
-        files = [
-            export_diffusers(base.unet, layers, Path(folder), encoders=encoders).path,
-            export_kohya(base.unet.config, layers, Path(folder), Title("any")).path,
-        ]
+        files = [export_diffusers(base.unet, layers, Path(folder), encoders=encoders).path]
+        if not adapter.dora:
+            title = Title("any")
+            files.append(export_kohya(base.unet.config, layers, Path(folder), title).path)
         checks = verify_export(full_demo.model, files, base.unet, layers)
         text = verify_text_encoders(
             full_demo.model, files, encoders, layers, unet_config=base.unet.config
         )
-    assert len(checks) == 2
-    assert len(text) == 2 * len(adapter.text_encoders)
+    assert len(checks) == len(files)
+    assert len(text) == len(files) * len(adapter.text_encoders)
     for check in [*checks, *text]:
         _judge(check)
 
@@ -90,3 +91,6 @@ def _fill(modules: tuple[AdapterModule, ...]) -> None:
         module.lora_b.copy_(up)
         size = (module.scale * up.flatten(1) @ module.lora_a.flatten(1)).norm(dim=1).mean()
         module.lora_b.mul_(0.05 / size)
+        if module.magnitude is not None:
+            drawn = torch.randn(module.magnitude.shape, generator=generator)
+            module.magnitude.mul_(1 + 0.05 * drawn)

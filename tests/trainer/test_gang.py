@@ -65,13 +65,18 @@ def test_a_micro_batch_stays_whole_whatever_the_number_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [(FP32, 2e-7), (BF16, 2e-3)], ids=["fp32", "bf16"]
 )
-@pytest.mark.parametrize("size", [2, 4], ids=["uneven", "one without samples"])
+@pytest.mark.parametrize(
+    ("size", "dora"),
+    [(2, False), (4, False), (2, True)],
+    ids=["uneven", "one without samples", "DoRA"],
+)
 def test_ranks_agree_with_one_process_on_the_same_global_batch(
-    tmp_path: Path, size: int, precision: PrecisionPlan, tolerance: float
+    tmp_path: Path, size: int, dora: bool, precision: PrecisionPlan, tolerance: float
 ) -> None:
     """Windows of three micro-batches: two ranks do two and one, of four ranks one does none."""
-    _, (alone,) = run_gang(1, train_engine(tmp_path / "1", precision), tmp_path / "a")
-    ends, ranks = run_gang(size, train_engine(tmp_path / "n", precision), tmp_path / "b")
+    alone_work = train_engine(tmp_path / "1", precision, dora=dora)
+    _, (alone,) = run_gang(1, alone_work, tmp_path / "a")
+    ends, ranks = run_gang(size, train_engine(tmp_path / "n", precision, dora=dora), tmp_path / "b")
     assert [end.code for end in ends] == [0] * size
     for rank in ranks[1:]:
         assert rank["masters"] == ranks[0]["masters"], "equal to the bit"
@@ -129,11 +134,14 @@ def test_the_checksum_is_the_sum_of_bit_patterns() -> None:
 
 
 def test_the_number_of_ranks_may_change_at_every_resume(tmp_path: Path) -> None:
-    """Two ranks, then one that stops inside a window, then two again: the run of one process."""
-    _, (alone,) = run_gang(1, train_engine(tmp_path / "1"), tmp_path / "a")
+    """Two ranks, then one that stops inside a window, then two again: the run of one process.
+
+    Of a DoRA, whose three factors a resume must give to every rank.
+    """
+    _, (alone,) = run_gang(1, train_engine(tmp_path / "1", dora=True), tmp_path / "a")
     legs = []
     for number, (size, stop_after) in enumerate([(2, 3), (1, 5), (2, None)]):
-        work = train_engine(tmp_path / "n", stop_after=stop_after)
+        work = train_engine(tmp_path / "n", stop_after=stop_after, dora=True)
         ends, ranks = run_gang(size, work, tmp_path / f"leg{number}")
         assert [end.code for end in ends] == [0] * size
         assert all(rank["position"] == ranks[0]["position"] for rank in ranks)

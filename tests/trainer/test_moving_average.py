@@ -96,9 +96,11 @@ def test_a_run_averages_its_masters(tmp_path: Path) -> None:
     assert not torch.equal(averaged.average.weights, averaged.buffers.masters)
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("compute", "dora"), [("bf16", "false"), ("fp32", "false"), ("bf16", "true")]
+)
 def test_the_exported_files_hold_the_average_and_pass_the_gate(
-    tmp_path: Path, demo: DemoPaths, compute: str
+    tmp_path: Path, demo: DemoPaths, compute: str, dora: str
 ) -> None:
     files = {}
     for name, ema in (("plain", "false"), ("average", "true")):
@@ -107,6 +109,7 @@ def test_the_exported_files_hold_the_average_and_pass_the_gate(
             "spec.training.steps=4",
             "spec.training.gradientAccumulation=1",
             f"spec.precision.compute={compute}",
+            f"spec.adapter.dora={dora}",
             f"spec.training.ema={{enabled: {ema}, decay: 0.5, warmup: false}}",
         )
         given = [*arguments(tmp_path / name, demo)]

@@ -102,6 +102,18 @@ def test_underflow_of_magnitudes_is_judged_in_the_type_they_are_computed_in() ->
     assert lossy.narrowest_in("down.lora_magnitude_vector") == BF16
 
 
+def test_lost_updates_of_magnitudes_are_told_under_their_own_group() -> None:
+    """A magnitude of 1 that moves by the rate, 1e-3, stands still in bf16: it has 1 and 0.996."""
+    gradients = {"down.a.lora_A": [1.0], "down.a.lora_magnitude_vector": [1.0, -1.0]}
+    lost = {
+        masters: measured(gradients, PrecisionPlan(BF16, FP32, masters)).groups
+        for masters in (BF16, FP32)
+    }
+    assert lost[BF16]["down.lora_magnitude_vector"].update_lost_ratio == 1.0
+    assert lost[FP32]["down.lora_magnitude_vector"].update_lost_ratio == 0.0
+    assert lost[FP32]["down.lora_magnitude_vector"].update_scale == pytest.approx(1.0, rel=1e-3)
+
+
 def test_the_balance_is_of_the_pair_and_not_of_the_magnitudes() -> None:
     # A = (1, 1) and B = (1): A·gAᵀ = 3 + 4 is gBᵀ·B = 7.
     factors = {
