@@ -5,6 +5,7 @@
     python -m tests.numerics --only NAME     rows whose name holds NAME
 
 Each run's outcome is appended to ``--record`` at once; runs recorded there are not run again.
+``--recorded`` runs nothing and tells what stands there.
 """
 
 import argparse
@@ -132,7 +133,7 @@ def _fault_runs(
     def run(seed: int) -> Outcome:
         return judge_fault(fault, fault.observe(scene, seed, output))
 
-    seeds = range(options.first_seed, options.first_seed + options.fault_seeds)
+    seeds = _seeds(fault.name, options, options.fault_seeds, recorded)
     verdicts = [_once(fault.name, seed, run, options.record, recorded) for seed in seeds]
     row, missed = _fault_row(fault, verdicts), [v for v in verdicts if not v.good]
     name = f"{row.number:>2} {row.name}"
@@ -155,7 +156,7 @@ def _healthy_runs(
     def run(seed: int) -> Outcome:
         return judge_healthy(healthy.observe(scene, seed, output))
 
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    seeds = _seeds(healthy.name, options, options.seeds, recorded)
     verdicts = [_once(healthy.name, seed, run, options.record, recorded) for seed in seeds]
     alarms = [v for v in verdicts if not v.good]
     seconds = sum(v.seconds for v in verdicts)
@@ -164,6 +165,13 @@ def _healthy_runs(
         print(f"   FALSE ALARM with seed {alarms[0].seed}: {'; '.join(alarms[0].found)}", end="")
     print(flush=True)
     return verdicts
+
+
+def _seeds(row: str, options: argparse.Namespace, count: int, recorded: Recorded) -> Sequence[int]:
+    """The seeds that a row is wanted for."""
+    if options.recorded:
+        return sorted(seed for name, seed in recorded if name == row)
+    return range(options.first_seed, options.first_seed + count)
 
 
 def _once(
@@ -207,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", action="store_true", help="faults alone")
     parser.add_argument("--healthy", action="store_true", help="the healthy matrix alone")
     parser.add_argument("--record", type=Path, help="JSON lines of the runs done so far")
+    parser.add_argument("--recorded", action="store_true", help="tell what the record holds")
     parser.add_argument("--report", type=Path, help="write the outcome as Markdown")
     parser.add_argument("--scene", type=Path, help="folder that keeps model and photographs")
     return parser

@@ -15,8 +15,10 @@ from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.errors import ConfigurationError, NumericalError
 from kubelora_trainer.optimizer import AdapterOptimizer
 from kubelora_trainer.optimizer_choice import open_optimizer, rate_warning
+from kubelora_trainer.packed_numbers import PendingNumbers
 from kubelora_trainer.precision import PrecisionPlan
 from kubelora_trainer.startup_contract import check_resumed
+from kubelora_trainer.step_numbers import GROUP_FIELDS, StepNumbers
 from kubelora_trainer.train import MicroBatch
 from tests.trainer.engine import Engine, Loss
 
@@ -375,3 +377,30 @@ def test_magnitudes_follow_their_gradient(name: OptimizerName) -> None:
     assert bool((found > 1.5).all())
     assert torch.equal(found, found[:1].expand(6))
     assert torch.equal(found.bfloat16(), torch.full((6,), 1.5).bfloat16())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_number_of_a_step_is_measured_but_those_that_an_optimizer_has_no_base_for(
+    tmp_path: Path, name: OptimizerName
+) -> None:
+    # As told in docs/numerics.md: lion has no second moment, adafactor has it factored alone. An
+    # fp32 accumulator is not held against an fp32 one.
+    engine = Engine(tmp_path, rank=64, width=64, optimizer={"name": name})
+    seen: list[StepNumbers] = []
+    expect = engine.reporter.expect
+
+    def note(pending: PendingNumbers) -> None:
+        expect(pending)
+        seen.append(pending.read())
+
+    engine.reporter.expect = note  # type: ignore[method-assign]
+    engine.train()
+    unknown = {
+        field
+        for group in seen[-1].groups.values()
+        for field in GROUP_FIELDS.values()
+        if math.isnan(getattr(group, field))
+    }
+    moments = {"optimizer_stuck_ratio", "adam_eps_damping_ratio"}
+    without = moments if name in ("lion", "adafactor") else set()
+    assert unknown == {"accumulation_error_ratio"} | without
