@@ -18,7 +18,13 @@ from kubelora_trainer.base_model import load_unet
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.errors import ConfigurationError, NumericalError
 from kubelora_trainer.export import export_diffusers
-from kubelora_trainer.export_gate import probe, verify_export
+from kubelora_trainer.export_gate import (
+    ExportCheck,
+    judge,
+    probe,
+    some_update_shows,
+    verify_export,
+)
 from tests.trainer.jobs import fill_up_projections
 
 CPU = torch.device("cpu")
@@ -102,6 +108,43 @@ def test_a_bf16_working_copy_agrees_with_its_fp32_masters(demo: DemoPaths, tmp_p
     [check] = verify_export(demo.model, [tmp_path / "adapter" / FILE], unet, layers)
     assert check.deviation <= 1e-3 * check.output
     assert check.effect > 0
+
+
+def test_updates_that_bf16_can_not_show_yet_are_no_fault_of_the_file(
+    demo: DemoPaths, tmp_path: Path
+) -> None:
+    """As after two steps of a warm-up."""
+    unet = load_unet(demo.model, variant=None, dtype=torch.bfloat16, device=CPU)
+    modules = add_adapter(unet, Adapter(rank=4), 1)
+    fill_up_projections(modules, scale=1e-9)
+    layers = trained_layers(modules)
+    export_diffusers(unet, layers, tmp_path)
+    [check] = verify_export(demo.model, [tmp_path / "adapter" / FILE], unet, layers)
+    assert (check.effect, check.shows) == (0.0, False)
+
+
+@pytest.mark.parametrize(("size", "shows"), [(0.0155, False), (0.0157, True)])
+def test_an_update_shows_that_is_more_than_half_the_last_digit_of_its_layers_weights(
+    demo: DemoPaths, size: float, shows: bool
+) -> None:
+    """Weights of norm 4, in bf16: 4 / 256 = 0.015625."""
+    unet = load_unet(demo.model, variant=None, dtype=torch.bfloat16, device=CPU)
+    one, *others = trained_layers(add_adapter(unet, Adapter(rank=2, alpha=4.0), 1))
+    for layer in (one, *others):
+        layer.lora_b.zero_()
+    layer = unet.get_submodule(one.module.name)
+    weight = layer.base_layer.weight
+    weight.data.fill_(4 / weight.numel() ** 0.5)
+    one.lora_a.zero_()[0, 0] = 0.5
+    one.lora_b[0, 0] = size  # times 0.5, times alpha / rank
+    assert some_update_shows(unet, [one, *others], "unet", torch.bfloat16) is shows
+    assert some_update_shows(unet, [one, *others], "unet", torch.float32)
+
+
+def test_a_file_that_changes_nothing_though_its_updates_would_show_is_refused() -> None:
+    nothing = ExportCheck(deviation=0.0, effect=0.0, output=1.0, noise=0.1, shows=True)
+    with pytest.raises(NumericalError, match="changes nothing in unet, though its updates are"):
+        judge(nothing, torch.bfloat16, Path("a.safetensors"))
 
 
 @pytest.fixture

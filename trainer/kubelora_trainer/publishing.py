@@ -43,7 +43,7 @@ def export_adapter(
     exported = [export_diffusers(base.unet, layers, folder.path, dtype=dtype, encoders=encoders)]
     if not spec.adapter.dora:  # see NO_KOHYA_FILE
         exported.append(export_kohya(base.unet.config, layers, folder.path, title, dtype=dtype))
-    verify_export(
+    checks = verify_export(
         base.folder,
         [file.path for file in exported],
         base.unet,
@@ -51,7 +51,7 @@ def export_adapter(
         variant=spec.model.variant,
         dtype=dtype,
     )
-    verify_text_encoders(
+    checks += verify_text_encoders(
         base.folder,
         [file.path for file in exported],
         encoders,
@@ -60,6 +60,11 @@ def export_adapter(
         variant=spec.model.variant,
         dtype=dtype,
     )
+    if not any(check.effect > 0 for check in checks):
+        warn(
+            "the adapter changes nothing yet: its updates are smaller than the last digit of "
+            f"{spec.precision.compute}. Train longer, or raise the learning rate"
+        )
     return [artifact_of(folder, file.path) for file in exported]
 
 
