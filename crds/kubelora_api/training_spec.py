@@ -210,7 +210,9 @@ class Training(ApiModel):
         "Up to 1.",
     )
     gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: slower, less memory."
+        False,
+        description="Recompute the UNet's activations in the backward pass: slower, less memory. "
+        "Those of text encoders that are trained are kept, 0.13 GB a caption in 16 bit.",
     )
     compile: bool = Field(
         False,

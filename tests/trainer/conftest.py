@@ -25,5 +25,15 @@ def full_demo(tmp_path_factory: pytest.TempPathFactory) -> DemoPaths:
     return create_demo(_folder(tmp_path_factory, "full"), "full", images=1)
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Ranks of `kubelora train` are forked from this process, and a stop is the test's own."""
+    from tests.trainer.rank_runs import forking
+
+    fork = forking(tmp_path_factory.mktemp("stacks"))
+    monkeypatch.setattr("kubelora_trainer.ranks.launch", fork)
+    monkeypatch.setattr("kubelora_trainer.stop_request.StopRequest.install", lambda self: None)
+
+
 def _folder(factory: pytest.TempPathFactory, name: str) -> Path:
     return factory.mktemp("demo") / name

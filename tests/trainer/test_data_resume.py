@@ -43,6 +43,12 @@ def test_a_run_stopped_while_its_data_is_looked_at_begins_anew(
 
 LEARNING = {
     5: (),
+    7: (
+        "spec.adapter={textEncoders: [text_encoder, text_encoder_2], dropout: 0.1}",
+        "spec.training.learningRates={'text_encoder.*': 0.0005}",
+        "spec.training.gradientCheckpointing=true",
+        "spec.training.ema={enabled: true}",
+    ),
     8: (
         "spec.training.optimizer={name: prodigy, initialRate: 0.0001}",
         "spec.training.learningRate=1.0",

@@ -1,87 +1,24 @@
 """`kubelora train` with several ranks on the CPU: real runs of the tiny model."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from click.testing import CliRunner, Result
-from safetensors.torch import load_file
 
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import ENV_ATTEMPT, ENV_TERMINATION_LOG
 from kubelora_api.report import FinalReport
-from kubelora_trainer.cli import main
 from kubelora_trainer.demo import DemoPaths
-from kubelora_trainer.launch import RankEnd, Work, launch
 from kubelora_trainer.run_context import RunOptions
-from kubelora_trainer.seats import Layout, Seat
+from kubelora_trainer.seats import Seat
 from kubelora_trainer.stop_request import RankStopRequest
-from tests.trainer.test_cli import JOB
+from tests.trainer.rank_runs import TWO, adapter, arguments, far, manifest, run
 from tests.trainer.test_interruption import ENTRY
-
-TWO = ("--set", "spec.workers.gpusPerNode=2")
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks share what this process has imported, and a stop is the test's own."""
-
-    def fork(work: Work, layout: Layout, stop: Callable[[], bool]) -> tuple[RankEnd, ...]:
-        return launch(partial(_speaking, work), layout, stop, start_method="fork")
-
-    monkeypatch.setattr("kubelora_trainer.ranks.launch", fork)
-    monkeypatch.setattr("kubelora_trainer.stop_request.StopRequest.install", lambda self: None)
-
-
-def _speaking(work: Work, seat: Seat, stop: RankStopRequest) -> None:
-    """Rank's words go to the process's own streams, not to those of click's test runner."""
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    work(seat, stop)
-
-
-def arguments(folder: Path, demo: DemoPaths, steps: int = 4) -> list[str]:
-    """A job of `steps` windows of three micro-batches of two images, all in fp32."""
-    folder.mkdir(exist_ok=True)
-    (folder / "out").mkdir(exist_ok=True)
-    (folder / "job.yaml").write_text(JOB)
-    settings = (
-        *(f"training.steps={steps}", "training.gradientAccumulation=3", "training.batchSize=2"),
-        *("precision.compute=fp32", "output.dtype=fp32"),
-    )
-    return [
-        *("train", str(folder / "job.yaml")),
-        *(word for setting in settings for word in ("--set", f"spec.{setting}")),
-        *("--mount", f"model={demo.model}", "--mount", f"data={demo.photos}"),
-        *("--mount", f"output={folder / 'out'}"),
-    ]
-
-
-def run(given: list[str]) -> Result:
-    return CliRunner().invoke(main, given)
-
-
-def adapter(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "out" / "adapter" / "pytorch_lora_weights.safetensors")
-
-
-def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two adapters."""
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
-def manifest(folder: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / "out" / "manifest.json").read_text())
-    return found
 
 
 def test_two_ranks_train_what_one_trains_and_rank_0_alone_writes_and_speaks(

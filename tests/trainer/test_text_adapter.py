@@ -127,6 +127,30 @@ def test_every_factor_gets_the_gradient_that_finite_differences_give(demo: DemoP
     objective.close()
 
 
+def test_recomputing_the_unet_gives_text_encoders_the_same_gradients(demo: DemoPaths) -> None:
+    """Captions of several lengths, a dropped one among them, in micro-batches of three."""
+    gradients, losses = [], []
+    for recomputed in (False, True):
+        base, modules = adapted(demo.model, Adapter(rank=2, text_encoders=BOTH, dropout=0.2))
+        fill_up_projections(modules, 0.02)
+        spec = job_spec(
+            {"batchSize": 3, "gradientCheckpointing": recomputed}, {"captionDropout": 0.3}
+        )
+        spec = spec.model_copy(update={"adapter": Adapter(rank=2, text_encoders=BOTH)})
+        objective = objective_on(base, demo, spec)
+        for micro_step in range(3):
+            loss = objective(micro_step).loss_sum
+            loss.backward()
+            losses.append(loss.detach())
+        gradients.append([p.grad for m in modules for p in (m.lora_a, m.lora_b)])
+        objective.close()
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
+    for plain, again in zip(*gradients, strict=True):
+        assert plain is not None
+        assert plain.any()
+        assert torch.equal(plain, again)
+
+
 def test_text_is_encoded_anew_each_time_and_never_cached(demo: DemoPaths, tmp_path: Path) -> None:
     base, modules = adapted(demo.model, Adapter(rank=2, text_encoders=BOTH))
     spec = job_spec(dataset={"crop": "center"})
