@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from kubelora_trainer.cli import main
 from kubelora_trainer.demo import DemoPaths
-from kubelora_trainer.launch import RankEnd, Work, launch
+from kubelora_trainer.launch import PEER_GRACE_SECONDS, RankEnd, Work, launch
 from kubelora_trainer.seats import Layout, Seat
 from kubelora_trainer.stop_request import RankStopRequest
 from tests.trainer.gangs import DEADLINE_SECONDS, ended_by, showing_its_stack
@@ -22,12 +22,15 @@ from tests.trainer.test_cli import JOB
 TWO = ("--set", "spec.workers.gpusPerNode=2")
 
 
-def forking(stacks: Path) -> Callable[[Work, Layout, Callable[[], bool]], tuple[RankEnd, ...]]:
+def forking(
+    stacks: Path, grace: float = PEER_GRACE_SECONDS
+) -> Callable[[Work, Layout, Callable[[], bool]], tuple[RankEnd, ...]]:
     """A launcher whose ranks share what this process has imported and patched."""
 
     def fork(work: Work, layout: Layout, stop: Callable[[], bool]) -> tuple[RankEnd, ...]:
         with ended_by(DEADLINE_SECONDS, stacks):
-            return launch(partial(_speaking, work, stacks), layout, stop, start_method="fork")
+            speaking = partial(_speaking, work, stacks)
+            return launch(speaking, layout, stop, start_method="fork", grace=grace)
 
     return fork
 

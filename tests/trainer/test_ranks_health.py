@@ -1,5 +1,6 @@
 """Health policies through `kubelora train` with two ranks: what is said, recorded and returned."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from kubelora_api.names import ENV_ATTEMPT, ENV_TERMINATION_LOG
 from kubelora_api.report import FinalReport
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.diffusion import MicroBatchLoss, SdxlObjective
-from tests.trainer.rank_runs import TWO, adapter, arguments, far, manifest, run
+from kubelora_trainer.ending import conclude
+from kubelora_trainer.run_context import Run
+from tests.trainer.rank_runs import TWO, adapter, arguments, far, forking, manifest, run
 
 
 def settings(*given: str) -> list[str]:
@@ -102,3 +105,19 @@ def test_a_gradient_that_is_not_finite_is_told_once_and_names_its_rank(
     assert ended.exit_code == 3, told
     assert told.count("step 4: ") == 1
     assert "from the micro-batches of rank 1; no weight was changed by them" in told
+
+
+def test_rank_0_is_given_the_time_to_save_and_tell_for_all(
+    tmp_path: Path, demo: DemoPaths, forked: None, broken: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes three times what the launcher leaves to ranks after another one has failed."""
+
+    def slowly(run: Run, *rest: Any) -> None:
+        time.sleep(3.0 if run.first else 0.0)
+        conclude(run, *rest)
+
+    monkeypatch.setattr("kubelora_trainer.run.conclude", slowly)
+    monkeypatch.setattr("kubelora_trainer.ranks.launch", forking(tmp_path, grace=1.0))
+    given = settings("health.policy=Suspend")
+    assert run([*arguments(tmp_path / "two", demo, steps=6), *given, *TWO]).exit_code == 5
+    assert manifest(tmp_path / "two")["state"] == "Suspended"

@@ -2,11 +2,12 @@
 
 Compiled backward passes have been seen to give NaN, or gradients off by orders of magnitude,
 without a word. So one micro-step is run both ways before training begins; where they disagree, or
-the compiler fails, the run goes on without compilation and says why.
+the compiler fails, the run goes on without compilation and says why. Ranks decide together: sums of
+compiled and eager gradients would differ from either, and slow ranks hold up the others.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from torch._dynamo.utils import counters
 
 from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.diffusion import MicroBatchLoss
+from kubelora_trainer.gang import ALONE, Gang
+from kubelora_trainer.roll_call import ranks_named
 
 TRIAL_FILL = 1e-2
 """Deviation of what lora_B is filled with for the trial; at 0 it would hide lora_A's gradient."""
@@ -44,10 +47,12 @@ def compile_checked(
     say: Callable[[str], None],
     warn: Callable[[str], None],
     *,
+    gang: Gang = ALONE,
     backend: str | Callable[..., object] = "inductor",
 ) -> bool:
     """Compile the objective's UNet where that gives eager's gradient; whether it does.
 
+    Every rank judges its own; all compile, or none does where one has a reason against it.
     Weights and gradient buffer are afterwards as they were. backend: of torch.compile.
     """
     begun, graphs = time.monotonic(), _graphs()
@@ -64,15 +69,17 @@ def compile_checked(
         if _graphs() == graphs:
             problem = "nothing of the UNet could be compiled"
     except Exception as error:  # compilers raise whatever their own dependencies raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause = getattr(error, "inner_exception", error)  # of which torch's own words tell nothing
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         problem = f"the compiler failed ({reason})"
     finally:
         with torch.no_grad():
             buffers.working.copy_(before)
         buffers.zero_gradient()
-    if problem:
+    problems = gang.gathered(problem)
+    if any(problems):
         objective.forward = eager
-        warn(f"training.compile: {problem}; the run goes on without compilation")
+        warn(f"training.compile: {_objection(problems)}; the run goes on without compilation")
         return False
     seconds = time.monotonic() - begun
     say(
@@ -133,6 +140,16 @@ def _fill_up_projections(buffers: AdapterBuffers) -> None:
         if slot.factor.name.endswith("lora_B"):
             values = torch.randn(slot.shape, generator=generator) * TRIAL_FILL
             slot.of(buffers.working).copy_(values)
+
+
+def _objection(problems: Sequence[str | None]) -> str:
+    """What the first rank with a problem says, and who else has one."""
+    objecting = [rank for rank, problem in enumerate(problems) if problem]
+    first = problems[objecting[0]] or ""
+    if len(problems) == 1:
+        return first
+    who = "every rank" if len(objecting) == len(problems) else ranks_named(objecting, "")
+    return f"{first} on {who} of {len(problems)}"
 
 
 def _too_far(off: float, group: str, limit: float) -> str:

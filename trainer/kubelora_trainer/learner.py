@@ -78,7 +78,7 @@ def open_learner(run: Run, material: Material) -> Learner:
     tail = run.gang.tail_elements(categories.sums.numel())
     buffers = AdapterBuffers(material.factors, precision, tail)
     if training.compile:
-        compile_checked(material.objective, buffers, run.say, run.warn)
+        compile_checked(material.objective, buffers, run.say, run.warn, gang=run.gang)
     scales = rate_scales(buffers.slots, training)
     optimizer = open_optimizer(buffers, training.optimizer, scales)
     scaler = LossScaler(buffers.masters.device) if precision.scales_loss else None

@@ -44,7 +44,7 @@ from kubelora_trainer.session import Session, begin
 from kubelora_trainer.startup_contract import FirstGradients
 from kubelora_trainer.stop_request import StopRequest
 from kubelora_trainer.summary import RunSummary, summary_text
-from kubelora_trainer.together import claim_together, compare, meet
+from kubelora_trainer.together import claim_together, compare, let_first_end, meet
 from kubelora_trainer.trackers import open_tracking
 from kubelora_trainer.train import Parts, train
 
@@ -58,9 +58,11 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
     except HeldByPolicy as held:
         ended = HeldByPolicy(f"{held}{_how_to_go_on(run)}")
         ended.alike = held.alike
+        let_first_end(run, ended)
         conclude(run, ended.exit_code, str(ended), [])
         raise ended from held
     except RunEnded as ended:
+        let_first_end(run, ended)
         conclude(run, ended.exit_code, str(ended), run.exported)
         raise
     except Exception as error:

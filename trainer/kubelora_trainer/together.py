@@ -5,6 +5,7 @@ sees other data or another model would train on it silently.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.checkpoint import RunPosition, resume, resume_from
 from kubelora_trainer.checkpoint_folders import SavedCheckpoint
 from kubelora_trainer.checkpoint_part import CheckpointPart
-from kubelora_trainer.errors import ConfigurationError
+from kubelora_trainer.errors import ConfigurationError, PeerLost, PeerSilent, RunEnded
 from kubelora_trainer.gang import ALONE, Gang, led
 from kubelora_trainer.material import Material, choose_device
 from kubelora_trainer.output import Manifest, OutputFolder, claim_output
@@ -68,6 +69,16 @@ def resume_together(
     if saved is None:
         return None
     return position or resume_from(saved, folder, buffers, parts), saved
+
+
+def let_first_end(run: Run, ended: RunEnded) -> None:
+    """Where all end alike, wait for rank 0, which saves and tells for all.
+
+    The launcher gives ranks little time after another one's failure.
+    """
+    if ended.alike and not run.first:
+        with suppress(PeerLost, PeerSilent):
+            run.gang.told_by_first(None)
 
 
 def compare(gang: Gang, material: Material, buffers: AdapterBuffers, position: RunPosition) -> None:
