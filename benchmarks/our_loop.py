@@ -69,7 +69,7 @@ class OurLoop:
         learner = open_learner(run, self._material)
         self.buffers = buffers = learner.buffers
         self.position = RunPosition()
-        self._run_log = RunLog(folder, buffers.slots, 0)
+        self._run_log = RunLog(folder, buffers.slots, 0, print)
         reporter = Reporter(
             slots=buffers.slots,
             policy=spec.health,

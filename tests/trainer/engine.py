@@ -182,7 +182,7 @@ class Engine:
         report = RunReport(run_id="tiny", attempt=1, phase="Training", total_steps=steps)
         self.exporter = Exporter(self.registry, report, 0, any_port=True, everywhere=False)
         logged = self.folder if self.first else _aside(claimed, gang.share.rank)
-        self.run_log = RunLog(logged, self.buffers.slots, self.position.step)
+        self.run_log = RunLog(logged, self.buffers.slots, self.position.step, self.warnings.append)
         self.reporter = Reporter(
             slots=self.buffers.slots,
             policy=self.policy if self.first else Health(),

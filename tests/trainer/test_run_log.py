@@ -126,6 +126,26 @@ def test_steps_after_the_last_checkpoint_come_again_after_a_kill(tmp_path: Path)
     assert steps == [step for step in range(1, 7) for _ in range(4)]
 
 
+@pytest.mark.parametrize("content", [b"", b"PAR1 and no more", None])
+def test_a_part_that_a_crash_has_damaged_costs_its_rows_alone_and_is_told(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    """Parts of steps 1 to 2, 3 to 4 and 5; None: cut in the middle."""
+    Engine(tmp_path).train(micro_steps=15, every=2)
+    parts = sorted((tmp_path / "metrics.parts").iterdir())
+    whole = parts[1].read_bytes()
+    parts[1].write_bytes(whole[: len(whole) // 2] if content is None else content)
+    again = Engine(tmp_path)
+    again.train()
+    log = again.run_log.finish()
+    last = again.position.step
+    assert list(dict.fromkeys(row["step"] for row in rows(log))) == [1, 2, *range(5, last + 1)]
+    assert [part.name for part in (tmp_path / "metrics.parts").iterdir()] == [
+        f"{parts[1].name}.corrupt"
+    ]
+    assert f"{parts[1].name}.corrupt: damaged, so the log lacks rows of it" in again.warnings[-1]
+
+
 def test_the_documents_example_runs_on_a_real_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,8 +98,7 @@ def filling(folder: Path) -> Iterator[Path]:
         give_usual_rights(aside)
         for written in aside.rglob("*"):
             if written.is_file():
-                with written.open("rb") as file:
-                    os.fsync(file.fileno())
+                flush_to_disk(written)
         try:
             aside.rename(folder)
         except OSError:
@@ -114,6 +113,12 @@ def write_durably(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
+        os.fsync(file.fileno())
+
+
+def flush_to_disk(path: Path) -> None:
+    """Flush a file that another writer has closed. Raises OSError."""
+    with path.open("rb") as file:
         os.fsync(file.fileno())
 
 

@@ -5,12 +5,13 @@ step stands in the table once, through kills and resumes.
 """
 
 import re
-import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kubelora_api.names import OutputPath
-from kubelora_trainer.atomic_files import sync_folder, writing_to
+from kubelora_trainer.atomic_files import flush_to_disk, sync_folder, writing_to
 from kubelora_trainer.output import OutputFolder
 
 if TYPE_CHECKING:
@@ -23,10 +24,16 @@ class ParquetParts:
     """Parts in the folder ``parts`` of the output, and the table ``target`` that they become."""
 
     def __init__(
-        self, folder: OutputFolder, parts: str, target: OutputPath, resumed_step: int
+        self,
+        folder: OutputFolder,
+        parts: str,
+        target: OutputPath,
+        resumed_step: int,
+        warn: Callable[[str], None],
     ) -> None:
+        """warn: is told of files that can't be read; a log is not worth a run."""
         self._folder, self._parts = folder, folder.path / parts
-        self._target = folder.place(target)
+        self._target, self._warn = folder.place(target), warn
         with writing_to(self._parts):
             self._parts.mkdir(exist_ok=True)
             self._reopen(resumed_step)
@@ -40,18 +47,29 @@ class ParquetParts:
         if not self._target.exists():
             return
         import pyarrow.compute as pc
-        import pyarrow.parquet as pq
 
         for left in list(self._parts.iterdir()):
             left.unlink()
-        with pq.ParquetFile(self._target) as joined:
-            for number in range(joined.num_row_groups):
-                rows = joined.read_row_group(number)
-                rows = rows.filter(pc.less_equal(rows["step"], step))
-                if rows.num_rows:
-                    steps = pc.min_max(rows["step"])
-                    self.write(rows, steps["min"].as_py(), steps["max"].as_py())
-        self._target.unlink()
+        for rows in self._row_groups(self._target):
+            rows = rows.filter(pc.less_equal(rows["step"], step))
+            if rows.num_rows:
+                steps = pc.min_max(rows["step"])
+                self.write(rows, steps["min"].as_py(), steps["max"].as_py())
+        self._target.unlink(missing_ok=True)
+
+    def _row_groups(self, file: Path) -> "Iterator[pa.Table]":
+        """What can be read of a file; it is set aside, and that is told, where that is not all."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(file) as table:
+                for number in range(table.num_row_groups):
+                    yield table.read_row_group(number)
+        except (pa.ArrowException, OSError) as error:
+            set_aside = file.with_name(f"{file.name}.corrupt")
+            file.replace(set_aside)
+            self._warn(f"{set_aside}: damaged, so the log lacks rows of it ({error})")
 
     def rewind(self, step: int) -> None:
         """Drop the parts that hold steps after ``step``."""
@@ -70,25 +88,29 @@ class ParquetParts:
         aside = path.with_name(f".{path.name}.part")
         with writing_to(path):
             pq.write_table(table, aside, compression="zstd")
+            flush_to_disk(aside)
             aside.replace(path)
             sync_folder(path.parent)
 
     def finish(self) -> Path:
-        """Join all parts, one row group each; returns the table's path."""
+        """Join all parts, with their row groups; returns the table's path."""
         import pyarrow.parquet as pq
 
         self._folder.assert_ours()
-        target = self._target
-        parts = sorted(self._parts.glob("steps-*.parquet"))
+        target, writer = self._target, None
         aside = target.with_name(f".{target.name}.part")
-        if not parts:
-            shutil.rmtree(self._parts, ignore_errors=True)
-            return target
         with writing_to(target):
-            with pq.ParquetWriter(aside, pq.read_schema(parts[0]), compression="zstd") as writer:
-                for part in parts:
-                    writer.write_table(pq.ParquetFile(part).read())
-            aside.replace(target)
-            sync_folder(target.parent)
-            shutil.rmtree(self._parts)
+            for part in sorted(self._parts.glob("steps-*.parquet")):
+                for rows in self._row_groups(part):
+                    writer = writer or pq.ParquetWriter(aside, rows.schema, compression="zstd")
+                    writer.write_table(rows)
+            if writer:
+                writer.close()
+                flush_to_disk(aside)
+                aside.replace(target)
+                sync_folder(target.parent)
+            for part in self._parts.glob("steps-*.parquet"):
+                part.unlink()
+            with suppress(OSError):  # what was set aside stays
+                self._parts.rmdir()
         return target

@@ -142,7 +142,7 @@ def _train_and_export(
     exporter.report = exporter.report.model_copy(
         update={"phase": "Training", "step": position.step, "total_steps": plan.optimizer_steps}
     )
-    run_log = RunLog(folder, buffers.slots, position.step) if run.first else NoLog()
+    run_log = RunLog(folder, buffers.slots, position.step, run.warn) if run.first else NoLog()
     if run.first:
         run.tracking = open_tracking(folder, position.step, _told_and_counted(run, metrics))
     with open_progress(run.console, plan.optimizer_steps, position.step) as progress:
@@ -188,7 +188,8 @@ def _train_and_export(
         draw(run, folder, material, position.step)
     _leave_if_asked(run, position.step, plan.optimizer_steps)
     log = run_log.finish()
-    artifacts.append(artifact_of(folder, log))
+    if log.exists():  # not where a crash has damaged all of it
+        artifacts.append(artifact_of(folder, log))
     folder.write_manifest("Done", artifacts=artifacts)
     run.say("\n" + summary_text(_summary(session, position.step, exporter.report.loss, log)))
     with suppress(PeerLost):  # whoever is gone now is not missed: all is written

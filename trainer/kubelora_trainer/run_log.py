@@ -5,7 +5,7 @@ and group, with every measurement that is a metric. ``categories.parquet``, wher
 categories: one per step and category. What was not measured in a step is null.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +35,21 @@ ROWS_IN_MEMORY = 1 << 18
 class RunLog:
     """Collects rows in memory, writes them in parts, joins the parts at the end."""
 
-    def __init__(self, folder: OutputFolder, slots: Sequence[Slot], resumed_step: int) -> None:
-        self._factors = ParquetParts(folder, RUN_LOG_PARTS, OutputPath.RUN_LOG, resumed_step)
-        self._groups = ParquetParts(folder, GROUP_LOG_PARTS, OutputPath.GROUP_LOG, resumed_step)
-        self._categories = ParquetParts(
-            folder, CATEGORY_LOG_PARTS, OutputPath.CATEGORY_LOG, resumed_step
-        )
+    def __init__(
+        self,
+        folder: OutputFolder,
+        slots: Sequence[Slot],
+        resumed_step: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        """warn: is told of parts that a crash has damaged; their rows are missing then."""
+
+        def open_parts(parts: str, target: OutputPath) -> ParquetParts:
+            return ParquetParts(folder, parts, target, resumed_step, warn)
+
+        self._factors = open_parts(RUN_LOG_PARTS, OutputPath.RUN_LOG)
+        self._groups = open_parts(GROUP_LOG_PARTS, OutputPath.GROUP_LOG)
+        self._categories = open_parts(CATEGORY_LOG_PARTS, OutputPath.CATEGORY_LOG)
         self._names = {
             "module": [s.factor.module for s in slots],
             "factor": [s.factor.name.rpartition(".")[2] for s in slots],
