@@ -117,6 +117,12 @@ DEAD_MODULES: Final = Metric(
     "gauge",
     "Adapter modules of which a factor's gradient has been exactly zero for 10 steps in a row.",
 )
+WORKING_COPY_STALE: Final = Metric(
+    "kubelora_working_copy_stale_ratio",
+    "gauge",
+    "Share of the weights that the model computes with which are not their master weights, "
+    "rounded, after the last step.",
+)
 RANK_DIVERGENCE: Final = Metric(
     "kubelora_rank_divergence",
     "gauge",
@@ -197,6 +203,7 @@ TRAINER_METRICS: Final = (
     BACKWARD_PASSES,
     MICRO_STEPS,
     DEAD_MODULES,
+    WORKING_COPY_STALE,
     RANK_DIVERGENCE,
     HOST_MEMORY_PEAK,
     DEVICE_MEMORY_PEAK,

@@ -300,6 +300,20 @@ CLIPPING_WRONG: Final = Threshold(
     "computed of other numbers than were clipped.",
     reason="One multiplication in fp32 errs by 1e-7, in bf16 by 0.4 % of single elements.",
 )
+WORKING_COPY_STALE: Final = Threshold(
+    finding="WorkingCopyStale",
+    severity="critical",
+    metric=metrics.WORKING_COPY_STALE,
+    op=">",
+    limit=0.0,
+    window=1,
+    skip_steps=0,
+    sentence="The model computes with other weights than the optimizer moves: its copy was not "
+    "refreshed after a step, or something else writes into it. Go back to a checkpoint from "
+    "before, and look at what touches the adapter's parameters.",
+    reason="After every step the working copy is the master weights, rounded: the same bits. A "
+    "copy that stands still gives gradients and losses that look sound.",
+)
 RANKS_DIVERGED: Final = Threshold(
     finding="RanksDiverged",
     severity="critical",
@@ -349,6 +363,7 @@ THRESHOLDS: Final = (
     LOSS_DIVERGED,
     UPDATES_TOO_LARGE,
     CLIPPING_WRONG,
+    WORKING_COPY_STALE,
     RANKS_DIVERGED,
     OPTIMIZER_STATE_LOST,
 )

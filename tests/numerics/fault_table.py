@@ -339,4 +339,11 @@ FAULTS: tuple[Fault, ...] = (
         7,
         run_with(broken.wrong_norm(1e4)),
     ),
+    Fault(
+        25,
+        "the working copy is not refreshed any more",
+        "WorkingCopyStale",
+        11,
+        run_with(broken.working_copy_stands_still(10)),
+    ),
 )

@@ -417,6 +417,24 @@ def schedule(change: Callable[[int, float], float]) -> Iterator[None]:
         yield
 
 
+def working_copy_stands_still(from_step: int) -> Injection:
+    """From a step on the working copy is not refreshed after the masters moved."""
+
+    def inject(parts: Parts) -> Parts:
+        publish, done = parts.buffers.publish_masters, 0
+
+        def publish_early_on() -> None:
+            nonlocal done
+            done += 1
+            if done < from_step:
+                publish()
+
+        parts.buffers.publish_masters = publish_early_on  # type: ignore[method-assign]
+        return parts
+
+    return inject
+
+
 def frozen_up_projections(parts: Parts) -> Parts:
     """lora_B is 0 again after every step."""
 

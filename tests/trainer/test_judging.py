@@ -212,6 +212,7 @@ BROKEN: dict[str, StepNumbers] = {
     "LearningRateAbovePlan": replace(STEP, learning_rate=3e-4),
     "UpdatesTooLarge": replace(STEP, groups=group(update_rms=0.04)),
     "ClippingWrong": replace(STEP, clipped_norm=1e-4),
+    "WorkingCopyStale": replace(STEP, working_copy_stale=1e-4),
     "RanksDiverged": replace(STEP, rank_divergence=1e-9),
 }
 

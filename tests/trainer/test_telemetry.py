@@ -192,6 +192,30 @@ def test_adams_first_step_has_an_update_scale_of_one(scale: float) -> None:
     assert math.isnan(still.groups["down.lora_A"].update_scale)
 
 
+@pytest.mark.parametrize(("refreshed", "stale"), [(True, 0.0), (False, 0.75)])
+def test_a_working_copy_that_is_not_refreshed_shows_in_every_weight_that_moved(
+    refreshed: bool, stale: float
+) -> None:
+    # Rate 0.5 moves 1 to 0.5, and a gradient of 0 moves nothing.
+    factor = Factor("down.a", "down.lora_A", nn.Parameter(torch.ones(1, 4, dtype=torch.bfloat16)))
+    buffers = AdapterBuffers([factor], DEFAULT)
+    optimizer = FlatAdamW(buffers, Optimizer(weight_decay=0.0))
+    telemetry = GradientTelemetry(buffers, optimizer)
+    buffers.gradient.copy_(torch.tensor([3.0, -4.0, 0.0, 20.0]))
+    telemetry.measure_gradient()
+    if not refreshed:
+        buffers.publish_masters = lambda: None  # type: ignore[method-assign]
+    with telemetry.update():
+        optimizer.step(0.5, non_finite=torch.tensor(0.0))
+    facts = StepFacts(1, 0.5, samples=1, judge_updates=True)
+    assert telemetry.pack(facts, torch.tensor(0.0)).read().working_copy_stale == stale
+
+
+def test_masters_that_are_the_working_copy_are_never_stale() -> None:
+    numbers = measured({"down.a.lora_A": [1.0]}, PrecisionPlan(FP32, FP32, FP32))
+    assert numbers.working_copy_stale == 0.0
+
+
 def test_a_step_that_a_non_finite_gradient_stopped_is_not_judged() -> None:
     numbers = measured({"down.a.lora_A": [math.nan, 1.0]})
     assert math.isnan(numbers.groups["down.lora_A"].update_lost_ratio)

@@ -111,6 +111,7 @@ class PendingNumbers:
             backward_passes=self.host.backward_passes,
             micro_steps=self.host.micro_steps,
             dead_modules=self.dead.observe(norms, facts.step_size),
+            working_copy_stale=found["stale"][0],
             rank_divergence=divergence,
             loss_scale=loss_scale,
             broken_ranks=facts.broken_ranks,

@@ -67,6 +67,7 @@ class StepNumbers:
     dead_modules: modules of which a factor's gradient was exactly zero in the last 10 steps.
     category_losses: of the categories that the window saw; empty where images have none.
     loss_scale: what the loss was multiplied by; NaN without a scaler.
+    working_copy_stale: share of the sampled weights that differ from their masters, rounded.
     rank_divergence: NaN for a single rank. broken_ranks: of several, those whose own part of the
     gradient was not finite. host_memory_peak, device_memory_peak: bytes.
     """
@@ -86,6 +87,7 @@ class StepNumbers:
     micro_steps: int = 0
     dead_modules: int = 0
     step_size: float = 0.0
+    working_copy_stale: float = math.nan
     rank_divergence: float = math.nan
     loss_scale: float = math.nan
     host_memory_peak: float = math.nan
@@ -133,6 +135,7 @@ STEP_FIELDS: Final[Mapping[str, str]] = {
     metrics.BACKWARD_PASSES.name: "backward_passes",
     metrics.MICRO_STEPS.name: "micro_steps",
     metrics.DEAD_MODULES.name: "dead_modules",
+    metrics.WORKING_COPY_STALE.name: "working_copy_stale",
     metrics.RANK_DIVERGENCE.name: "rank_divergence",
     metrics.HOST_MEMORY_PEAK.name: "host_memory_peak",
     metrics.DEVICE_MEMORY_PEAK.name: "device_memory_peak",

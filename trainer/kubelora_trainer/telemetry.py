@@ -137,6 +137,7 @@ class GradientTelemetry:
                 "lost": self._updates.lost,
                 "scale": self._updates.scale,
                 "change": self._updates.change,
+                "stale": self._updates.stale,
                 "stuck": self._updates.stuck,
                 "damping": self._updates.damping,
                 "slot_scale": self._updates.slot_scale,

@@ -74,6 +74,7 @@ class UpdateProbe:
     stuck (groups): share of second moments that kept their bits, of those whose squared gradient
     is another; where they share a scale, of those off by more than ``FAR``.
     damping (groups): mean of sqrt(v̂) / (sqrt(v̂) + eps) over those that are not 0.
+    stale (1): share of the working copy's elements that are not their masters, rounded.
     """
 
     def __init__(
@@ -92,6 +93,10 @@ class UpdateProbe:
         )
         self.lost = self.change = self.scale = self.stuck = self.damping = self._unknown
         self.slot_scale = self._unknown.new_full((len(buffers.slots),), torch.nan)
+        self.stale = self._unknown.new_zeros(1)
+        held = sample.index < buffers.working.numel()  # magnitudes have no working copy
+        self._copied = sample.index.where(held, 0).flatten()
+        self._held = sample.weight * held
         self._weights: Tensor | None = None
         self._second: Tensor | None = None
         shape = (0, 0) if moments.shadow_decay is None else sample.index.shape
@@ -109,6 +114,7 @@ class UpdateProbe:
         if before is None:
             return
         now = self._sample.take(self._buffers.masters)
+        self.stale = self._stale(now)
         change = now.double() - before.double()
         squares = change.square()
         self.change = self.scale = self._sample.mean(squares).sqrt()
@@ -141,6 +147,14 @@ class UpdateProbe:
         """Take over what ``tensors`` gave."""
         if self._shadow.numel():
             self._shadow = tensors["second_moment"].to(self._shadow.device)
+
+    def _stale(self, masters: Tensor) -> Tensor:
+        working = self._buffers.working
+        if working is self._buffers.masters:
+            return self.stale
+        read = working.index_select(0, self._copied).view_as(masters)
+        differ = (read != masters.to(working.dtype)) * self._held
+        return (differ.sum() / self._held.sum()).reshape(1)
 
     def _taken(self, flat: Elements | None) -> Tensor | None:
         return None if flat is None else self._sample.take(flat)
