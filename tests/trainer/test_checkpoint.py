@@ -137,6 +137,7 @@ def sealed(manifest: dict[str, Any]) -> str:
             {"parts": {"adapter": {}, "optimizer": {}, "telemetry": {}, "scaler": {}}},
             r"parts \(scaler\)",
         ),
+        ({"watch": {"found": []}}, "the watchdog's state in it is of another form"),
     ],
 )
 def test_a_checkpoint_of_another_version_is_refused_and_not_set_aside(

@@ -110,6 +110,18 @@ def test_the_state_survives_a_checkpoint() -> None:
     assert observe(restored, after) == observe(state, after)
 
 
+def test_the_same_state_is_saved_as_the_same_bytes_whatever_the_order_of_its_hashes() -> None:
+    names = [f"Finding{n}" for n in range(40)]
+    state = WatchState(judged=frozenset(names), active=frozenset(names[:9]))
+    saved = to_json(state)
+    assert (saved["judged"], saved["active"]) == (sorted(names), names[:9])
+
+
+def test_what_is_no_saved_state_is_refused() -> None:
+    with pytest.raises(ValueError, match="found"):
+        from_json({"found": {"UpdatesLost": "yes"}})
+
+
 def test_the_status_carries_the_findings() -> None:
     status = watch(*[replace(WELL, update_lost_ratio=0.9)] * 8).status()
     assert status.verdict == "Critical"

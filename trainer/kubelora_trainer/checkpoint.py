@@ -239,6 +239,10 @@ def _take_over(
             part.load(tensors[name], manifest.parts[name])
         except ValueError as error:
             raise _of_another_version(found, f"its {name} does not fit: {error}") from None
+    try:
+        watch = health.from_json(manifest.watch)
+    except ValueError:
+        raise _of_another_version(found, "the watchdog's state in it is of another form") from None
     return RunPosition(
         step=manifest.step,
         micro_step=manifest.micro_step,
@@ -247,7 +251,7 @@ def _take_over(
             manifest.window_loss, dtype=torch.float64, device=buffers.gradient.device
         ),
         norm_range=manifest.norm_range,
-        watch=health.from_json(manifest.watch),
+        watch=watch,
         rollback=manifest.rollback,
     )
 

@@ -9,8 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import PlainSerializer, TypeAdapter
 
 from kubelora_api.status import Finding, HealthStatus, Verdict
 from kubelora_api.thresholds import GRADIENT_NONFINITE, THRESHOLDS, Threshold
@@ -20,7 +21,8 @@ from kubelora_trainer.roll_call import ranks_named
 from kubelora_trainer.step_numbers import StepNumbers
 
 MAX_FINDINGS = 10
-_PASSAGE = TypeAdapter(Passage)
+Names = Annotated[frozenset[str], PlainSerializer(sorted)]
+"""The same bytes for the same set, whatever the order of its hashes."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class WatchState:
     """
 
     recent: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
-    judged: frozenset[str] = frozenset()
+    judged: Names = frozenset()
     found: Mapping[str, Finding] = field(default_factory=dict)
-    active: frozenset[str] = frozenset()
-    accepted: frozenset[str] = frozenset()
+    active: Names = frozenset()
+    accepted: Names = frozenset()
     memory: Memory = field(default_factory=Memory)
     passage: Passage = field(default_factory=Passage)
 
@@ -191,43 +193,19 @@ def _finding(
     )
 
 
+_STATE = TypeAdapter(WatchState)
+_OF_THIS_ATTEMPT = {"memory": {"before", "since"}}
+"""Begins anew with every resume."""
+
+
 def to_json(state: WatchState) -> dict[str, object]:
     """The state as plain JSON, for a checkpoint."""
-    return {
-        "recent": {
-            n: {g: list(v) for g, v in groups.items()} for n, groups in state.recent.items()
-        },
-        "judged": sorted(state.judged),
-        "found": {n: f.model_dump(mode="json", by_alias=True) for n, f in state.found.items()},
-        "active": sorted(state.active),
-        "accepted": sorted(state.accepted),
-        "first_losses": list(state.memory.first_losses),
-        "passage": _PASSAGE.dump_python(state.passage, mode="json"),
-        "scales": {g: list(v) for g, v in state.memory.scales.items()},
-    }
+    plain: dict[str, object] = _STATE.dump_python(
+        state, mode="json", by_alias=True, exclude=_OF_THIS_ATTEMPT
+    )
+    return plain
 
 
 def from_json(saved: Mapping[str, object]) -> WatchState:
-    """The state that ``to_json`` wrote."""
-    recent, found = saved["recent"], saved["found"]
-    judged, active, accepted = saved["judged"], saved["active"], saved.get("accepted", [])
-    losses, scales = saved.get("first_losses", []), saved.get("scales", {})
-    if not (
-        isinstance(recent, dict)
-        and isinstance(found, dict)
-        and isinstance(judged, list)
-        and isinstance(active, list)
-        and isinstance(accepted, list)
-        and isinstance(losses, list)
-        and isinstance(scales, dict)
-    ):
-        raise ValueError("not a saved watchdog state")
-    return WatchState(
-        recent={n: {g: tuple(v) for g, v in groups.items()} for n, groups in recent.items()},
-        judged=frozenset(judged),
-        found={n: Finding.model_validate(f) for n, f in found.items()},
-        active=frozenset(active),
-        accepted=frozenset(accepted),
-        memory=Memory(tuple(losses), {g: tuple(v) for g, v in scales.items()}),
-        passage=_PASSAGE.validate_python(saved.get("passage", {})),
-    )
+    """The state that ``to_json`` wrote. Raises ValueError for anything else."""
+    return _STATE.validate_python(saved)
