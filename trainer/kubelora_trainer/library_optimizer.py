@@ -62,7 +62,7 @@ class LibraryOptimizer:
             for name in (state.first, state.second)
             if name is not None
         }
-        self._adopt_moments()
+        self._adopt_all()
 
     @property
     def first_moment(self) -> Tensor | None:
@@ -143,7 +143,7 @@ class LibraryOptimizer:
             state.update(scalars["factors"].get(slot.factor.name, {}))
         for group, saved in zip(self._library.param_groups, scalars["groups"], strict=True):
             group.update(saved)
-        self._adopt_moments()
+        self._adopt_all()
 
     def _check(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
         present = self.tensors()
@@ -170,11 +170,14 @@ class LibraryOptimizer:
         kept = self._library.state
         return [(slot.factor.name, kept[master]) for slot, master in masters if kept.get(master)]
 
-    def _adopt_moments(self) -> None:
-        """Make the moments views of the flat buffers, once the library has made them."""
-        if self._eight_bits:
+    def _adopt_all(self) -> None:
+        if self._eight_bits:  # bitsandbytes keeps what it was given
             masters = self._buffers.master_parameters
             self._eight_bits.adopt([self._library.state[master] for master in masters])
+        self._adopt_moments()
+
+    def _adopt_moments(self) -> None:
+        """Make the moments views of the flat buffers, once the library has made them."""
         for name, flat in self._moments.items():
             for slot, master in zip(
                 self._buffers.slots, self._buffers.master_parameters, strict=True
