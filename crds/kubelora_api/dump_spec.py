@@ -47,6 +47,6 @@ class DumpGradients(ApiModel):
     )
     budget: Annotated[str, Field(pattern=r"^[0-9]{1,6}(Ki|Mi|Gi)$", max_length=16)] = Field(
         "256Mi",
-        description="Most bytes that are written over the whole run, such as 64Mi or 2Gi. Default "
-        "256Mi.",
+        description="Most bytes that are written over the whole run, such as 64Mi or 2Gi; with "
+        "several GPUs each may write an equal share. Default 256Mi.",
     )

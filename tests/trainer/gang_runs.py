@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from kubelora_api.dump_spec import DumpGradients
 from kubelora_api.spec import Health
 from kubelora_trainer.errors import Interrupted
 from kubelora_trainer.gang import Gang
+from kubelora_trainer.gradient_dump import GradientDump
 from kubelora_trainer.precision import PrecisionPlan
 from kubelora_trainer.run_log import RunLog
 from kubelora_trainer.step_numbers import StepNumbers
@@ -32,13 +34,15 @@ def train_engine(
     policy: Health | None = None,
     every: int | None = None,
     times: Callable[[int], float] = lambda micro_step: 1.0,
+    dump: dict[str, Any] | None = None,
     **training: object,
 ) -> InGang:
     """A run of the tiny engine whose micro-batches hold one to three samples.
 
     before: called on every rank before each of its micro-steps. stop_after: micro-steps after which
     a rank is asked to stop. among: the gang as the run sees it. every: steps between checkpoints;
-    None for none but the last. times: what a micro-step's losses are multiplied by. Each rank
+    None for none but the last. times: what a micro-step's losses are multiplied by. dump:
+    ``dumpGradients``, on every rank. Each rank
     returns its weights, what it reported, what it saw.
     """
 
@@ -66,6 +70,16 @@ def train_engine(
             return Loss(torch.stack(losses).sum() * times(micro_step), samples)
 
         engine.parts = replace(engine.parts, objective=uneven)
+        if dump is not None:
+            dumping = GradientDump(
+                engine.folder,
+                DumpGradients.model_validate(dump),
+                engine.buffers.slots,
+                precision.compute,
+                engine.warnings.append,
+                share=gang.share,
+            )
+            engine.parts = replace(engine.parts, dump=dumping)
         noted: list[StepNumbers] = []
         engine.reporter._run_log = Noted(engine.run_log, noted)  # type: ignore[assignment]
         position = engine.train(

@@ -192,14 +192,25 @@ def test_the_command_prints_what_was_dumped(tmp_path: Path) -> None:
     code, lines = shown(str(tmp_path), "--step", "1", "--module", r"up_.*lora_B")
     assert code == 0
     assert lines[0].split() == [
-        *("step", "micro", "factor", "type", "shape", "norm", "absmax", "zeros", "non-finite"),
+        *(
+            "step",
+            "micro",
+            "rank",
+            "factor",
+            "type",
+            "shape",
+            "norm",
+            "absmax",
+            "zeros",
+            "non-finite",
+        ),
     ]
     assert len(lines) == 4
     gradient = load_file(tmp_path / "gradients/step-000001.micro-000.safetensors")
     values = gradient["up_blocks.0.to_q.lora_B"].double()
     zeros = 100 * int((values == 0).sum()) / values.numel()
     assert lines[1].split() == [
-        *("1", "0", "up_blocks.0.to_q.lora_B", "bf16", "5x2"),
+        *("1", "0", "0", "up_blocks.0.to_q.lora_B", "bf16", "5x2"),
         f"{float(values.square().sum() ** 0.5):.3e}",
         f"{float(values.abs().max()):.3e}",
         f"{zeros:.1f}%",

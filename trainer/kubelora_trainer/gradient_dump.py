@@ -6,7 +6,9 @@ accumulator's type by then; the type that the backward pass computed in is resto
 value survives it, so that what is written is what was computed.
 
 One file per micro-step, ``gradients/step-000012.micro-003.safetensors``; tensors are named after
-their factor. Without ``dumpGradients`` there is no hook and no cost.
+their factor. Of several ranks each writes those of its own micro-steps, within an equal share of
+the budget: they need not ask each other, and the names are what they are on a single rank. Without
+``dumpGradients`` there is no hook and no cost.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,7 @@ from kubelora_trainer.adapter_targets import matches, refuse_unmatched
 from kubelora_trainer.atomic_files import write_file, writing_to
 from kubelora_trainer.buffers import Slot
 from kubelora_trainer.gradient_condition import parse_condition
+from kubelora_trainer.order import WHOLE, Share
 from kubelora_trainer.output import OutputFolder
 
 UNJUDGED_BYTES = 64 << 20
@@ -60,10 +63,10 @@ class GradientDump:
         compute: torch.dtype,
         warn: Callable[[str], None],
         loss_scale: Tensor | None = None,
-        ranks: int = 1,
+        share: Share = WHOLE,
     ) -> None:
-        """compute: type of the backward pass. loss_scale: what the loss is multiplied by. ranks:
-        that share the budget; each writes its own micro-steps.
+        """compute: type of the backward pass. loss_scale: what the loss is multiplied by. share:
+        of the micro-steps, and so of the budget.
 
         Raises ConfigurationError for a pattern that matches no module.
         """
@@ -72,7 +75,8 @@ class GradientDump:
         self._warn, self._loss_scale = warn, loss_scale
         self._place = folder.place(OutputPath.GRADIENTS)
         used = sum(file.stat().st_size for file in dumped_files(self._place))
-        self._left = max(0, bytes_of(spec.budget) - used) // ranks
+        self._left = max(0, bytes_of(spec.budget) - used) // share.size
+        self._share = share
         self._open = False
         self._unjudged: list[tuple[Slot, Tensor]] = []
         self._unjudged_bytes = 0
@@ -138,6 +142,7 @@ class GradientDump:
             "when": self._spec.when,
             "loss_scale": "1" if self._loss_scale is None else f"{float(self._loss_scale):g}",
             "left_out": str(len(self._chosen) - len(tensors)),
+            "rank": str(self._share.rank),
             "run_id": self._folder.run_id,
             "attempt": str(self._folder.attempt),
         }
@@ -151,9 +156,11 @@ class GradientDump:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        size = self._share.size
+        own = "" if size == 1 else f"this rank's 1/{size} of "
         self._warn(
-            f"dumpGradients: the budget of {self._spec.budget} is used up in step {step}; no more "
-            "gradients are written. Narrow modules or when, or raise budget"
+            f"dumpGradients: {own}the budget of {self._spec.budget} is used up in step {step}; no "
+            "more gradients are written. Narrow modules or when, or raise budget"
         )
 
 

@@ -13,7 +13,18 @@ from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.gradient_dump import dumped_files
 from kubelora_trainer.precision import NAMES
 
-_HEAD = ("step", "micro", "factor", "type", "shape", "norm", "absmax", "zeros", "non-finite")
+_HEAD = (
+    "step",
+    "micro",
+    "rank",
+    "factor",
+    "type",
+    "shape",
+    "norm",
+    "absmax",
+    "zeros",
+    "non-finite",
+)
 
 
 @dataclass(frozen=True)
@@ -62,13 +73,14 @@ def _rows(file: Path, choice: Choice) -> Iterator[tuple[str, ...]]:
             step, place = about.get("step", "?"), about.get("micro_step_of_window", "?")
             if choice.step is not None and step != str(choice.step):
                 return
+            rank = about.get("rank", "?")
             scale = float(about.get("loss_scale", "1"))
             for name in tensors.keys():  # noqa: SIM118 - it is no mapping
                 module = name.rpartition(".")[0]
                 if choice.pattern is None or any(
                     matches(choice.pattern, text) for text in (name, module)
                 ):
-                    yield (step, place, name, *_numbers(tensors.get_tensor(name), scale))
+                    yield (step, place, rank, name, *_numbers(tensors.get_tensor(name), scale))
     except (SafetensorError, ValueError) as error:
         raise ConfigurationError(
             f"{file}: not a file of dumped gradients, or damaged ({error}); remove it to see the "

@@ -64,9 +64,9 @@ class Learner:
             wanted,
             self.buffers.slots,
             self.buffers.plan.compute,
-            run.warn,
+            run.warn_alone,
             self.scaler.scale if self.scaler else None,
-            run.gang.share.size,
+            run.gang.share,
         )
 
 

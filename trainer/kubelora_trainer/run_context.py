@@ -68,3 +68,10 @@ class Run:
     def warn(self, sentence: str) -> None:
         """A line that must not be missed."""
         self.say(f"warning: {sentence}")
+
+    def warn_alone(self, sentence: str) -> None:
+        """A warning that other ranks may have no reason for; here not rank 0 alone speaks."""
+        if self.first:
+            self.warn(sentence)
+        else:
+            print(f"warning: rank {self.options.seat.rank}: {sentence}", flush=True)
