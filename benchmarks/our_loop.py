@@ -68,6 +68,8 @@ class OurLoop:
         self._material = open_material(spec, {}, folder, lambda sentence: None)
         learner = open_learner(run, self._material)
         self.buffers = buffers = learner.buffers
+        if not telemetry:
+            _unhook(buffers)
         self.position = RunPosition()
         self._run_log = RunLog(folder, buffers.slots, 0, print)
         reporter = Reporter(
@@ -136,6 +138,14 @@ class OurLoop:
         self._run_log.flush()
         self._material.objective.close()
         self._exporter.close()
+
+
+def _unhook(buffers: AdapterBuffers) -> None:
+    """Take off the hooks by which telemetry counts backward passes."""
+    for slot in buffers.slots:
+        hooks = slot.factor.parameter._post_accumulate_grad_hooks
+        if hooks:
+            hooks.clear()
 
 
 class NormAlone(GradientTelemetry):

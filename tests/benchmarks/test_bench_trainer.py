@@ -64,6 +64,8 @@ def test_our_loop_trains_with_and_without_telemetry(
     demo: DemoPaths, tmp_path: Path, telemetry: bool
 ) -> None:
     loop = OurLoop(demo.model, demo.photos, tmp_path / "out", telemetry=telemetry)
+    parameters = [slot.factor.parameter for slot in loop.buffers.slots]
+    assert any(p._post_accumulate_grad_hooks for p in parameters) == telemetry
     before = loop.buffers.masters.clone()
     for _ in range(3):
         loop.step()

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from kubelora_api import metrics
-from kubelora_api.report import RunReport
+from kubelora_api.report import ModuleNumbers, RunReport
 from kubelora_trainer.exporter import PROMETHEUS_HEADER, Exporter, TrainerMetrics
 from kubelora_trainer.health import WatchState
 from kubelora_trainer.precision import PrecisionPlan
@@ -133,6 +134,44 @@ def test_a_finding_reads_one_while_it_lasts_and_zero_otherwise(exporter: Exporte
     text = get(exporter, "/metrics")[1]
     assert 'kubelora_health_finding{finding="UpdatesLost",severity="critical"} 1.0' in text
     assert 'kubelora_health_finding{finding="GradientAbsorbed",severity="critical"} 0.0' in text
+
+
+def test_a_scrape_shows_the_newest_step_and_what_steps_since_the_last_one_left() -> None:
+    """A category seen in one step alone, groups before a skipped step, all counts."""
+    registry = CollectorRegistry()
+    families = TrainerMetrics(registry, PrecisionPlan(torch.float16, torch.float32, torch.float32))
+    infinite = replace(GROUP, grad_norm=math.inf, grad_nonfinite=5)
+    skipped = replace(NUMBERS, step=5, grad_norm=math.inf, loss_scale=2.0**16)
+    skipped = replace(skipped, groups={"down.lora_A": infinite}, category_losses={})
+    assert skipped.skipped
+    for numbers in (NUMBERS, replace(NUMBERS, step=4, category_losses={}), skipped):
+        families.publish(numbers, WatchState(), seconds=0.5)
+
+    def shown(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    assert shown("kubelora_step") == 5
+    assert shown("kubelora_steps_skipped_total") == 1
+    assert shown("kubelora_grad_norm", group="down.lora_A") == 1.5
+    assert shown("kubelora_grad_nonfinite_total", group="down.lora_A") == 4
+    assert shown("kubelora_category_loss", category="cans") == 0.25
+    families.publish(replace(NUMBERS, step=6), WatchState(), seconds=0.5)
+    assert shown("kubelora_step") == 6
+    assert shown("kubelora_grad_nonfinite_total", group="down.lora_A") == 6
+
+
+def test_the_worst_modules_are_found_when_the_status_is_asked_for(exporter: Exporter) -> None:
+    asked = []
+
+    def found() -> list[ModuleNumbers]:
+        asked.append(1)
+        return [ModuleNumbers(module="down.a.lora_A", metric="grad_norm", value=0.5)]
+
+    exporter.worst_modules = found
+    get(exporter, "/metrics")
+    assert not asked
+    told = json.loads(get(exporter, "/status")[1])["worstModules"]
+    assert told == [{"module": "down.a.lora_A", "metric": "grad_norm", "value": 0.5}]
 
 
 def test_the_status_is_the_run_report(exporter: Exporter) -> None:

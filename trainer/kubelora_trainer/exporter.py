@@ -16,10 +16,12 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
 
 from kubelora_api import metrics
 from kubelora_api.metrics import Metric
-from kubelora_api.report import RunReport
+from kubelora_api.report import ModuleNumbers, RunReport
 from kubelora_api.thresholds import FINDINGS
 from kubelora_trainer.health import WatchState
 from kubelora_trainer.precision import NAMES, PrecisionPlan
@@ -38,11 +40,18 @@ REQUEST_TIMEOUT_SECONDS = 10.0
 _METRICS: Final = {metric.name: metric for metric in metrics.TRAINER_METRICS}
 
 
-class TrainerMetrics:
-    """The metric families of ``kubelora_api.metrics.TRAINER_METRICS`` in one registry."""
+class TrainerMetrics(Collector):
+    """The metric families of ``kubelora_api.metrics.TRAINER_METRICS`` in one registry.
+
+    Steps are many and scrapes few, so gauges are set when the registry is read: this object stands
+    in it before all families, and brings them up to date.
+    """
 
     def __init__(self, registry: CollectorRegistry, plan: PrecisionPlan) -> None:
         self.registry = registry
+        self._newest: _Step | None = None
+        self._showing = threading.Lock()
+        registry.register(self)
         self._plan = plan
         self._gauges: dict[str, Gauge] = {}
         self._series: dict[tuple[str, ...], Gauge] = {}
@@ -78,23 +87,45 @@ class TrainerMetrics:
             self._counters[metrics.STEPS_SKIPPED.name].inc()
         groups = {} if numbers.skipped else numbers.groups  # of a step that never was
         for group, of_group in groups.items():
+            if of_group.grad_nonfinite:
+                self._nonfinite(group).inc(of_group.grad_nonfinite)
+        for category, of_category in numbers.category_losses.items():  # others in every step
+            self._set(metrics.CATEGORY_LOSS, of_category.loss, category=category)
+        with self._showing:
+            before = self._newest
+            shown = before.groups if before and numbers.skipped else groups
+            self._newest = _Step(numbers, shown, watch, seconds)
+
+    def describe(self) -> list[Family]:
+        """Nothing: the families describe themselves."""
+        return []
+
+    def collect(self) -> list[Family]:
+        """Bring the families up to date, before they are collected."""
+        with self._showing:
+            newest, self._newest = self._newest, None
+            if newest is not None:
+                self._show(newest)
+        return []
+
+    def _show(self, newest: "_Step") -> None:
+        for group, of_group in newest.groups.items():
+            self._nonfinite(group)  # a counter begins at 0
             for metric, value in _shown(of_group, GROUP_FIELDS):
                 if metric.type == "counter":
-                    self._counters[metric.name].labels(group=group).inc(value)
-                elif "dtype" in metric.labels:
+                    continue
+                if "dtype" in metric.labels:
                     dtype = NAMES[self._plan.narrowest_in(group)]
                     self._set(metric, value, group=group, dtype=dtype)
                 else:
                     self._set(metric, value, group=group)
-        for metric, value in _shown(numbers, STEP_FIELDS):
+        for metric, value in _shown(newest.numbers, STEP_FIELDS):
             self._set(metric, value)
-        for category, of_category in numbers.category_losses.items():
-            self._set(metrics.CATEGORY_LOSS, of_category.loss, category=category)
-        self._set(metrics.STEP_DURATION, seconds)
+        self._set(metrics.STEP_DURATION, newest.seconds)
         for known in FINDINGS:
             self._set(
                 metrics.HEALTH_FINDING,
-                float(known.finding in watch.active),
+                float(known.finding in newest.watch.active),
                 finding=known.finding,
                 severity=known.severity,
             )
@@ -108,12 +139,25 @@ class TrainerMetrics:
         """Count one experiment tracker that is left out from here on."""
         self._gauges[metrics.TRACKERS_FAILED.name].inc()
 
+    def _nonfinite(self, group: str) -> Counter:
+        return self._counters[metrics.GRAD_NONFINITE.name].labels(group=group)
+
     def _set(self, metric: Metric, value: float, **labels: str) -> None:
         series = (metric.name, *labels.values())
         if series not in self._series:
             gauge = self._gauges[metric.name]
             self._series[series] = gauge.labels(**labels) if labels else gauge
         self._series[series].set(value)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What gauges are still to show. groups: of the newest step that was not skipped."""
+
+    numbers: StepNumbers
+    groups: Mapping[str, GroupNumbers]
+    watch: WatchState
+    seconds: float
 
 
 def _shown(
@@ -132,15 +176,20 @@ class _Answer:
 
 @dataclass
 class Board:
-    """What ``/status`` tells, where another rank of the node serves it."""
+    """What ``/status`` tells, where another rank of the node serves it.
+
+    worst_modules: found when it is asked for, for that is seldom and a step is often.
+    """
 
     report: RunReport
+    worst_modules: Callable[[], list[ModuleNumbers]] = list
 
 
 class Exporter:
     """The HTTP server.
 
-    report: what ``/status`` tells; assign a new one at any time. scrapes_seen: completed scrapes.
+    report: what ``/status`` tells; assign a new one at any time. worst_modules: as in ``Board``.
+    scrapes_seen: completed scrapes.
     """
 
     def __init__(
@@ -159,6 +208,7 @@ class Exporter:
         everywhere: listen on every address (a pod), not on this machine's own alone.
         """
         self.report = report
+        self.worst_modules: Callable[[], list[ModuleNumbers]] = list
         self._registry = registry
         self._clock = clock
         self._scrapes: list[float] = []
@@ -189,7 +239,8 @@ class Exporter:
             case "/metrics":
                 return _Answer(200, CONTENT_TYPE_LATEST, generate_latest(self._registry))
             case "/status":
-                body = self.report.model_dump_json(by_alias=True, exclude_none=True).encode()
+                told = self.report.model_copy(update={"worst_modules": self.worst_modules()})
+                body = told.model_dump_json(by_alias=True, exclude_none=True).encode()
                 return _Answer(200, "application/json", body)
             case "/healthz":
                 return _Answer(200, "text/plain; charset=utf-8", b"ok\n")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -66,8 +67,8 @@ class CopyToHost:
         """The numbers of each tensor, flat; waits for the copy where it has not arrived."""
         if self._event is not None:
             self._event.synchronize()
-        parts = self._host.split(list(self._sizes.values()))
-        return {name: part.tolist() for name, part in zip(self._sizes, parts, strict=True)}
+        numbers = iter(self._host.tolist())
+        return {name: list(islice(numbers, size)) for name, size in self._sizes.items()}
 
 
 @dataclass(frozen=True)

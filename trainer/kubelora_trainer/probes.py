@@ -86,9 +86,9 @@ def absorbed_ratio(sample: GroupSample, before: Tensor, addend: Tensor, total: T
 
     The larger of Σ|g|·[acc+g == acc] / Σ|g| and Σ|acc|·[acc+g == g] / Σ|acc|; 0 for no mass.
     """
-    new_lost = sample.share(addend.abs().double(), total == before)
-    old_lost = sample.share(before.abs().double(), total == addend)
-    return torch.maximum(new_lost.nan_to_num(0.0), old_lost.nan_to_num(0.0))
+    both = torch.stack([addend, before])
+    lost = torch.stack([total == before, total == addend])
+    return sample.share(both.abs(), lost).nan_to_num(0.0).amax(0)
 
 
 def relative_error(sample: GroupSample, found: Tensor, exact: Tensor) -> Tensor:

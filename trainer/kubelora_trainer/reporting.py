@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from kubelora_api.names import OutputPath
 from kubelora_api.report import RunPhase
@@ -134,9 +135,9 @@ class Reporter:
                 "samples_per_second": significant(per_second),
                 "seconds_left": significant(left),
                 "health": self.watch.status(),
-                "worst_modules": worst_modules(self._slots, numbers),
             }
         )
+        self._exporter.worst_modules = partial(worst_modules, self._slots, numbers)
         self._run_log.append(numbers)
         self._progress.show(numbers, left)
         self._also(numbers)

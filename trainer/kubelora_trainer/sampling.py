@@ -58,19 +58,23 @@ class GroupSample:
 
     def zero(self, flat: Tensor) -> None:
         """Set the sampled positions to 0."""
-        flat.index_fill_(0, self._flat_index, 0.0)
+        flat.scatter_(0, self._flat_index, 0.0)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum of ``values`` (groups, samples) by group: fp64 (groups)."""
+        """Sum of ``values`` (groups, samples), numbers or truths, by group: fp64 (groups)."""
         return (values * self.weight).sum(1)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of ``values`` (groups, samples) by group: fp64 (groups)."""
+        """Mean of ``values`` (groups, samples), numbers or truths, by group: fp64 (groups)."""
         return self.total(values) / self._counts
 
     def share(self, of: Tensor, where: Tensor) -> Tensor:
-        """Σ of·where / Σ of by group: fp64 (groups), NaN where there is nothing to share."""
-        return self.total(of * where) / self.total(of)
+        """Σ of·where / Σ of by group: fp64 (…, groups), NaN where there is nothing to share.
+
+        of, where: (…, groups, samples), numbers or truths.
+        """
+        mass = of * self.weight
+        return (mass * where).sum(-1) / mass.sum(-1)
 
 
 class SlotSums:

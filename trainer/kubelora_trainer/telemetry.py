@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kubelora_api.schema import JsonObject
 from kubelora_trainer.balance import BalanceProbe
-from kubelora_trainer.buffers import AdapterBuffers, GroupRange
+from kubelora_trainer.buffers import AdapterBuffers
 from kubelora_trainer.category_losses import CategorySums
 from kubelora_trainer.checkpoint_part import check_like
+from kubelora_trainer.gradient_sums import CHUNK_ELEMENTS, gradient_sums
 from kubelora_trainer.packed_numbers import CopyToHost, HostNumbers, PendingNumbers, StepFacts
 from kubelora_trainer.probes import AccumulationProbe
 from kubelora_trainer.sampling import GroupSample
@@ -27,9 +28,6 @@ from kubelora_trainer.window_counts import (
     device_memory_peak,
     host_memory_peak,
 )
-
-CHUNK_ELEMENTS = 1 << 22
-"""Elements looked at together: 16 MiB of temporaries in fp32, whatever the adapter's size."""
 
 
 class GradientTelemetry:
@@ -57,7 +55,7 @@ class GradientTelemetry:
         self._balance = BalanceProbe(buffers, CHUNK_ELEMENTS)
         self._passes = BackwardPasses(buffers)
         self._dead = DeadModules(buffers.slots, buffers.plan.compute)
-        self._gradient_views = [slot.of(buffers.gradient) for slot in buffers.slots]
+        self._gradient = gradient_sums(buffers, loss_scale)
         self._micro_steps, self._next, self._whole = 0, 0, True
         self._measured: dict[str, Tensor] = {}
 
@@ -83,27 +81,8 @@ class GradientTelemetry:
 
         Returns the total L2 norm, a fp32 scalar on the device.
         """
-        norms = torch._foreach_norm(self._gradient_views, 2, dtype=torch.float32)
-        norm = torch.stack(norms).double()
-        self._measured = {
-            "norm": norm,
-            "absmax": _absmax(self._gradient_views),
-            "counts": torch.stack([self._count(group) for group in self._buffers.groups]),
-            "pairs": self._balance.measure(),
-        }
-        return norm.square().sum().sqrt().float()
-
-    def _count(self, group: GroupRange) -> Tensor:
-        """Zeros, non-finite elements and underflows of a group: three fp64 numbers."""
-        narrowest = self._buffers.plan.narrowest_in(group.name)
-        counts = torch.zeros(3, dtype=torch.float64, device=self._buffers.gradient.device)
-        for chunk in self._buffers.gradient[group.start : group.stop].split(CHUNK_ELEMENTS):
-            there = chunk.count_nonzero()
-            computed = chunk if self._loss_scale is None else chunk * self._loss_scale
-            gone = there - computed.to(narrowest).count_nonzero()
-            nonfinite = (chunk - chunk).count_nonzero()  # 0 for a number, else NaN
-            counts += torch.stack([chunk.numel() - there, nonfinite, gone])
-        return counts
+        self._measured = self._gradient.measure() | {"pairs": self._balance.measure()}
+        return self._measured["norm"].square().sum().sqrt().float()
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -177,14 +156,3 @@ class GradientTelemetry:
         self._dead.load(scalars["dead"])
         self._passes.go_on_from(scalars["passes"])
         self._next = scalars["next"]
-
-
-def _absmax(tensors: Sequence[Tensor]) -> Tensor:
-    """Largest absolute value of each tensor, NaN where there is one: fp32 (tensors).
-
-    A GPU takes them all in a few kernels; a CPU's infinity norm is slower than its range.
-    """
-    if tensors[0].is_cuda:
-        return torch.stack(torch._foreach_norm(list(tensors), math.inf, dtype=torch.float32))
-    lows, highs = zip(*(tensor.aminmax() for tensor in tensors), strict=True)
-    return torch.maximum(torch.stack(highs), -torch.stack(lows)).float()

@@ -125,7 +125,7 @@ class UpdateProbe:
         first = self._moments.first_moment
         # Without momentum a step follows the gradient.
         meant = self._sample.take(self._buffers.optimizer_gradient if first is None else first)
-        self.lost = self._sample.mean(((now == before) & (meant != 0)).double())
+        self.lost = self._sample.mean((now == before) & (meant != 0))
         second = self._taken(self._moments.second_moment)
         if second is not None and second_before is not None:
             gradient = self._sample.take(self._buffers.optimizer_gradient)
@@ -169,7 +169,7 @@ def stuck_ratio(sample: GroupSample, before: Tensor, after: Tensor, gradient: Te
     """
     mean, square = before.double(), gradient.double().square()
     differs = (square - mean).abs() > SAME_SQUARE * torch.maximum(square, mean)
-    return sample.share(differs.double(), after == before)
+    return sample.share(differs, after == before)
 
 
 def far_ratio(sample: GroupSample, found: Tensor, exact: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def far_ratio(sample: GroupSample, found: Tensor, exact: Tensor) -> Tensor:
     NaN where there is nothing but zeros.
     """
     far = (found > FAR * exact) | (found < exact / FAR)
-    return sample.share(((exact != 0) | (found != 0)).double(), far)
+    return sample.share((exact != 0) | (found != 0), far)
 
 
 def damping_ratio(sample: GroupSample, second: Tensor, damping: Damping) -> Tensor:
@@ -187,4 +187,4 @@ def damping_ratio(sample: GroupSample, second: Tensor, damping: Damping) -> Tens
     Kingma & Ba 2015, algorithm 1. NaN where every v is 0.
     """
     root = (second.double() / damping.correction).sqrt()
-    return sample.share((second != 0).double(), root / (root + damping.eps))
+    return sample.share(second != 0, root / (root + damping.eps))
