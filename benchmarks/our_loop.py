@@ -152,7 +152,7 @@ class NormAlone(GradientTelemetry):
     """No telemetry: the norm that clipping needs, and nothing else."""
 
     def __init__(self, buffers: AdapterBuffers) -> None:
-        self._gradient = buffers.gradient
+        self._flat = buffers.gradient
 
     def begin_window(self, window: range, micro_step: int) -> None:
         """Nothing to begin."""
@@ -164,7 +164,7 @@ class NormAlone(GradientTelemetry):
 
     def measure_gradient(self) -> Tensor:
         """The total L2 norm."""
-        norm: Tensor = torch.linalg.vector_norm(self._gradient, dtype=torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(self._flat, dtype=torch.float32)
         return norm
 
     @contextmanager
