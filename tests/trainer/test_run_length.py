@@ -1,6 +1,7 @@
 """A run on a constant schedule can be lengthened, and is then the longer run to the bit."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -154,6 +155,21 @@ def test_a_run_that_has_passed_its_new_end_is_refused_before_anything_moves(
     again = in_this_process([*given, "--set", "spec.training.steps=4"])
     assert again.exit_code == 0, again.output
     assert adapter(tmp_path) == saved
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(
+    demo: DemoPaths, tmp_path: Path
+) -> None:
+    given = arguments(tmp_path, demo)
+    first = in_this_process([*given, "--set", "spec.training.steps=2"])
+    assert "begins at its first step again" not in first.output
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    longer = in_this_process([*given, "--set", "spec.training.steps=3"])
+    assert longer.exit_code == 0, longer.output
+    assert "no checkpoint of this run is left, so it begins at its first step" in longer.output
+    steps = pq.read_table(tmp_path / "out" / "metrics.parquet")["step"].to_pylist()
+    assert sorted(set(steps)) == [1, 2, 3]
+    assert steps.count(1) == steps.count(3)
 
 
 @pytest.mark.parametrize("resumed", [4, 3])

@@ -19,6 +19,7 @@ from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from kubelora_api.documents import parse_job
+from kubelora_api.names import ExitCode
 from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.output import OutputFolder, claim_output
 from kubelora_trainer.step_numbers import CategoryLoss, StepNumbers
@@ -27,6 +28,11 @@ from tests.trainer.test_checkpoint import file_size_limit
 from tests.trainer.test_cli import JOB
 from tests.trainer.test_interruption import arguments, in_this_process
 
+LOSSY = (
+    "spec.training.learningRate=1e-5",
+    "spec.precision={accumulator: bf16, masterWeights: bf16, allowLossyPrecision: true}",
+)
+"""Loses updates, which is a critical finding within 12 steps."""
 ALL = "{trackers: [tensorboard, wandb, mlflow], project: studio}"
 
 
@@ -146,6 +152,40 @@ def test_a_tracker_that_can_not_begin_is_told_once_and_counted_and_the_run_is_do
     assert registry.get_sample_value("kubelora_trackers_failed") == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "exit_code", "status"),
+    [
+        (["spec.training.steps=3"], 0, "FINISHED"),
+        (["spec.training.steps=12", "spec.health.policy=Fail", *LOSSY], 3, "FAILED"),
+        (["spec.training.steps=12", "spec.health.policy=Suspend", *LOSSY], 5, "KILLED"),
+    ],
+)
+def test_each_tracker_knows_how_the_attempt_ended(
+    demo: DemoPaths, tracked: Path, settings: list[str], exit_code: int, status: str
+) -> None:
+    given = arguments(tracked.parent, demo)
+    for setting in [*settings, "spec.tracking={trackers: [wandb, mlflow]}"]:
+        given += ["--set", setting]
+    ended = in_this_process(given)
+    assert ended.exit_code == exit_code, ended.output
+    from mlflow import MlflowClient
+
+    client = MlflowClient((tracked / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("kubelora")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == status
+    protocol: Any = import_module("wandb.proto.wandb_internal_pb2")
+    [file] = tracked.glob("wandb/offline-run-*/*.wandb")
+    codes = []
+    for content in _records(file.read_bytes()):
+        record = protocol.Record()
+        record.ParseFromString(content)
+        if record.HasField("exit"):
+            codes.append(record.exit.exit_code)
+    assert codes == [exit_code]
+
+
 Losses = dict[int, float]
 
 
@@ -168,7 +208,7 @@ def attempt(output: Path, resumed: int, steps: Sequence[int], shift: float) -> N
     tracking = open_tracking(folder, resumed, pytest.fail)
     for step in steps:
         tracking.log(StepNumbers(step, 1e-4, step + shift, 1, 2.0, {}, [], []))
-    tracking.finish()
+    tracking.finish(ExitCode.DONE)
 
 
 def in_tensorboard(output: Path) -> Losses:
@@ -262,7 +302,7 @@ def test_a_full_disk_leaves_tensorboard_out_and_ends_nothing(tracked: Path) -> N
         for step in range(1, 41):
             tracking.log(StepNumbers(step, 1e-4, 1.0, 1, 2.0, {}, [], []))
             tracking.log_samples([image], step)
-        tracking.finish()
+        tracking.finish(ExitCode.DONE)
     [sentence] = said
     assert sentence.startswith("tracking: tensorboard failed and is left out from here on")
     assert "File too large" in sentence
@@ -282,7 +322,7 @@ class Broken:
     def log_images(self, paths: object, step: int) -> None:
         raise AssertionError("dropped by then")
 
-    def finish(self) -> None:
+    def finish(self, exit_code: ExitCode) -> None:
         raise AssertionError("dropped by then")
 
 
@@ -299,7 +339,7 @@ class Working(Broken):
     def log_images(self, paths: object, step: int) -> None:
         self.steps.append(step)
 
-    def finish(self) -> None:
+    def finish(self, exit_code: ExitCode) -> None:
         self.steps.append(-1)
 
 
@@ -312,7 +352,7 @@ def test_one_that_fails_on_the_way_is_dropped_and_the_others_go_on() -> None:
         numbers = StepNumbers(step, 1e-4, 0.7, 1, 2.0, {}, [], [], category_losses=seen)
         tracking.log(numbers)
     tracking.log_samples([Path("a.png")], 3)
-    tracking.finish()
+    tracking.finish(ExitCode.DONE)
     assert broken.steps == [1, 2]
     assert working.steps == [3, -1]
     plain = {"loss": 0.7, "grad_norm": 2.0, "learning_rate": 1e-4}

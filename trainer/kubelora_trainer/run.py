@@ -93,16 +93,23 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
         at_once=run.stop.at_once,
         seat=run.options.seat,
     )
+    exit_code = ExitCode.INTERNAL
     try:
         material.objective.fill_cache(
             lambda: run.stop.requested, counting("cache: entries looked at", run.say)
         )
         run.gang.gathered(None)  # every rank's part of the cache is there
-        return _train_and_export(run, claimed, metrics, board, material)
+        done = _train_and_export(run, claimed, metrics, board, material)
+        exit_code = ExitCode.DONE
+        return done
+    except RunEnded as ended:
+        # What could not be pushed is trained and exported all the same.
+        exit_code = ExitCode.DONE if run.exported else ended.exit_code
+        raise
     finally:
         material.objective.close()
         if run.tracking:
-            run.tracking.finish()
+            run.tracking.finish(exit_code)
 
 
 def _already_done(run: Run, place: Path, manifest: Manifest) -> tuple[str, list[Artifact]]:

@@ -44,6 +44,8 @@ def begin(
     if run.job.spec.adapter.dora:
         run.warn(NO_KOHYA_FILE)
     if resumed is None:
+        if folder.record.total_steps is not None:  # an earlier attempt came as far as training
+            run.say("no checkpoint of this run is left, so it begins at its first step again")
         if not run.job.spec.adapter.from_:
             check_fresh_adapter(buffers, material.modules)
             run.say("contract: a fresh adapter, |B·A| = 0")

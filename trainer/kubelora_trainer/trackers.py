@@ -17,12 +17,18 @@ from accelerate import PartialState
 from accelerate.tracking import MLflowTracker, TensorBoardTracker, WandBTracker
 from PIL import Image
 
-from kubelora_api.names import OutputPath
+from kubelora_api.names import ExitCode, OutputPath
 from kubelora_trainer.output import OutputFolder
 from kubelora_trainer.step_numbers import StepNumbers
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 MLFLOW_RUN_TAG = "kubelora.run_id"
+_MLFLOW_ENDS = {
+    ExitCode.DONE: "FINISHED",
+    ExitCode.INTERRUPTED: "KILLED",
+    ExitCode.HELD: "KILLED",
+}
+"""What goes on later was not a failure."""
 
 
 class Tracker(Protocol):
@@ -34,8 +40,8 @@ class Tracker(Protocol):
     def log_images(self, paths: Sequence[Path], step: int) -> None:
         """Keep sample images, one a prompt."""
 
-    def finish(self) -> None:
-        """Write what is not written yet."""
+    def finish(self, exit_code: ExitCode) -> None:
+        """Write what is not written yet, and how the attempt ended."""
 
 
 @dataclass
@@ -74,8 +80,8 @@ class TensorBoard:
             pixels = np.asarray(_opened(path))[None]
             self.tracker.log_images({f"samples/{number}": pixels}, step=step, dataformats="NHWC")
 
-    def finish(self) -> None:
-        """See `Tracker`."""
+    def finish(self, exit_code: ExitCode) -> None:
+        """See `Tracker`. Event files know no end."""
         self.tracker.finish()
 
 
@@ -116,9 +122,9 @@ class WandB:
             for number, path in enumerate(paths):
                 self.tracker.log_images({f"samples/{number}": [_opened(path)]}, step=step)
 
-    def finish(self) -> None:
+    def finish(self, exit_code: ExitCode) -> None:
         """See `Tracker`."""
-        self.tracker.finish()
+        self.tracker.tracker.finish(int(exit_code))
 
 
 @dataclass
@@ -172,9 +178,11 @@ class MLflow:
         for path in paths:
             self.tracker.log_artifact(str(path), "samples")
 
-    def finish(self) -> None:
+    def finish(self, exit_code: ExitCode) -> None:
         """See `Tracker`."""
-        self.tracker.finish()
+        import mlflow
+
+        mlflow.end_run(_MLFLOW_ENDS.get(exit_code, "FAILED"))
 
 
 _KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
@@ -204,9 +212,9 @@ class Tracking:
         if paths:
             self._each(lambda tracker: tracker.log_images(paths, step))
 
-    def finish(self) -> None:
-        """Write what is not written yet; nothing is tracked after it."""
-        self._each(lambda tracker: tracker.finish())
+    def finish(self, exit_code: ExitCode) -> None:
+        """Write what is not written yet and how it ended; nothing is tracked after it."""
+        self._each(lambda tracker: tracker.finish(exit_code))
         self._trackers = {}
 
     def _each(self, do: Callable[[Tracker], None]) -> None:
