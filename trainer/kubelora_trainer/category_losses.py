@@ -16,6 +16,7 @@ from kubelora_api.schema import JsonObject
 from kubelora_trainer.diffusion import MicroBatchLoss
 from kubelora_trainer.order import SampleOrder
 from kubelora_trainer.step_numbers import CategoryLoss
+from kubelora_trainer.to_device import to_device
 
 MAX_CATEGORIES = 16
 """``other`` included."""
@@ -71,7 +72,7 @@ class CategoryLosses:
         """Add a micro-batch. losses: fp32 (n), of each sample as it is trained on."""
         if not self.names:
             return
-        where = torch.tensor([self._of_sample[s] for s in samples], device=losses.device)
+        where = to_device(torch.tensor([self._of_sample[s] for s in samples]), losses.device)
         values = torch.stack([losses.detach().double(), torch.ones_like(losses).double()])
         self.sums.index_add_(1, where, values)
 

@@ -27,6 +27,7 @@ from kubelora_trainer.latents import LatentSource, normal
 from kubelora_trainer.loss_weights import mean_errors, timestep_weights
 from kubelora_trainer.order import WHOLE, SampleDraw, Share
 from kubelora_trainer.text import TextConditions
+from kubelora_trainer.to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -150,17 +151,20 @@ class SdxlObjective:
         device, schedule = self._base.device, self._base.noise_scheduler
         drawn = self._latents.of(micro_step, draws)
         latents = drawn.values
-        noise = torch.stack([self._noise(draw, latents.shape[1:]) for draw in draws])
-        noise = noise.to(device)
+        noise = to_device(
+            torch.stack([self._noise(draw, latents.shape[1:]) for draw in draws]), device
+        )
         levels = schedule.config.num_train_timesteps
-        steps = torch.tensor([int(draw.timestep * levels) for draw in draws], device=device)
+        steps = to_device(torch.tensor([int(draw.timestep * levels) for draw in draws]), device)
         prediction = schedule.config.prediction_type
         if prediction == "v_prediction":
             target = schedule.get_velocity(latents, noise, steps)
         else:
             target = noise
         text, pooled = self._text.of([self._dataset.caption(draw) for draw in draws])
-        of_sources = torch.tensor([self._dataset.loss_weight(d) for d in draws], device=device)
+        of_sources = to_device(
+            torch.tensor([self._dataset.loss_weight(draw) for draw in draws]), device
+        )
         of_timesteps = timestep_weights(self._training, schedule.alphas_cumprod, steps, prediction)
         return MicroBatch(
             noisy=schedule.add_noise(latents, noise, steps),
@@ -170,8 +174,8 @@ class SdxlObjective:
             pooled=pooled,
             weights=of_sources * of_timesteps,
             masks=drawn.masks,
-            time_ids=torch.tensor(
-                [time_ids(sizes) for sizes in self._latents.sizes(draws)], device=device
+            time_ids=to_device(
+                torch.tensor([time_ids(sizes) for sizes in self._latents.sizes(draws)]), device
             ),
         )
 

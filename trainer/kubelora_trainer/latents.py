@@ -13,6 +13,7 @@ from kubelora_trainer.dataset import Dataset, View
 from kubelora_trainer.images import SizeConditions, TrainingImage
 from kubelora_trainer.latent_spread import LatentSpread
 from kubelora_trainer.order import SampleDraw, SampleOrder
+from kubelora_trainer.to_device import to_device
 
 KEPT_LATENTS = 1024
 _Read = TrainingImage | Latent
@@ -99,9 +100,9 @@ class LatentSource:
 
     def _drawn(self, draw: SampleDraw, latent: Latent) -> torch.Tensor:
         """A draw from the posterior, scaled; fp32 (channels, h, w)."""
-        mean, log_variance = latent.moments.to(self._base.device).chunk(2)
+        mean, log_variance = to_device(latent.moments, self._base.device).chunk(2)
         spread = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
-        noise = normal(draw.posterior_seed, mean.shape).to(mean.device)
+        noise = to_device(normal(draw.posterior_seed, mean.shape), mean.device)
         return normalise_latents(mean + spread * noise, self._base)
 
     def _latent_of(self, view: View, read: _Read) -> Latent:
@@ -132,7 +133,7 @@ def _stacked_masks(latents: Sequence[Latent], device: torch.device) -> torch.Ten
         torch.ones(1, *latent.moments.shape[1:]) if latent.mask is None else latent.mask
         for latent in latents
     ]
-    return torch.stack(masks).to(device)
+    return to_device(torch.stack(masks), device)
 
 
 def _key(view: View) -> tuple[int, bool]:
@@ -143,7 +144,7 @@ def _key(view: View) -> tuple[int, bool]:
 @torch.no_grad()
 def encode(base: BaseModel, image: TrainingImage) -> torch.Tensor:
     """Mean and log variance of one image's latent, one above the other: (2 channels, h, w)."""
-    pixels = image.pixels.to(base.device)[None]
+    pixels = to_device(image.pixels, base.device)[None]
     moments: torch.Tensor = base.vae.encode(pixels).latent_dist.parameters[0]
     return moments
 

@@ -6,6 +6,7 @@ import torch
 
 from kubelora_trainer.base_model import BaseModel
 from kubelora_trainer.data_cache import TextCache
+from kubelora_trainer.to_device import to_device
 
 CACHED_CAPTIONS = 8192
 
@@ -31,8 +32,8 @@ class TextConditions:
         pairs = [self._pair(caption) for caption in captions]
         device = self._base.device
         return (
-            torch.cat([hidden for hidden, _ in pairs]).to(device),
-            torch.cat([pooled for _, pooled in pairs]).to(device),
+            to_device(torch.cat([hidden for hidden, _ in pairs]), device),
+            to_device(torch.cat([pooled for _, pooled in pairs]), device),
         )
 
     def _pair(self, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +71,7 @@ def encode_text(base: BaseModel, caption: str) -> tuple[torch.Tensor, torch.Tens
             truncation=True,
             return_tensors="pt",
         )
-        output = encoder(tokens.input_ids.to(encoder.device), output_hidden_states=True)
+        output = encoder(to_device(tokens.input_ids, encoder.device), output_hidden_states=True)
         hidden.append(output.hidden_states[-2])
         pooled = output[0]
     if pooled is None or pooled.ndim != 2:
