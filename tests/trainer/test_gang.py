@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +152,34 @@ def test_the_number_of_ranks_may_change_at_every_resume(tmp_path: Path) -> None:
     seen = [m for ranks in legs for rank in ranks for m in rank["seen"]]
     assert sorted(seen) == list(range(18)), "every micro-step once, whoever did it"
     assert legs[2][0]["masters"] == pytest.approx(alone["masters"], rel=0, abs=2e-7)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (3, 2, 1), (2, 3, 4)], ids=str)
+def test_any_sequence_of_ranks_sees_the_one_order_of_data_in_the_one_size_of_batch(
+    tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    """Windows of four micro-batches; each leg but the last stops after its second."""
+    settings: dict[str, Any] = {"gradientAccumulation": 4}
+    _, (alone,) = run_gang(1, train_engine(tmp_path / "1", **settings), tmp_path / "a")
+    seen: list[int] = []
+    for number, size in enumerate(sizes):
+        last = number == len(sizes) - 1
+        stop = None if last else len(Share(0, size).of(range(8)))
+        work = train_engine(tmp_path / "n", stop_after=stop, **settings)
+        ends, ranks = run_gang(size, work, tmp_path / f"leg{number}")
+        assert [end.code for end in ends] == [0] * size
+        assert all(rank["masters"] == ranks[0]["masters"] for rank in ranks), "to the bit"
+        position = [(6, 24)] if last else [(2 * number + 1, 8 * number + 8)]
+        assert {tuple(rank["position"]) for rank in ranks} == set(position)
+        done = sorted(m for rank in ranks for m in rank["seen"])
+        assert done == list(range(8 * number, 24 if last else 8 * number + 8))
+        seen += done
+        # 1 + 2 + 3 + 1 samples in the first window, and so on; a stopped leg's last is unfinished.
+        batches = [sum(1 + m % 3 for m in range(4 * n, 4 * n + 4)) for n in range(6)]
+        first = 0 if number == 0 else 2 * number - 1
+        assert ranks[0]["samples"] == batches[first:][: len(ranks[0]["samples"])]
+    assert seen == list(range(24))
+    assert ranks[0]["masters"] == pytest.approx(alone["masters"], rel=0, abs=2e-7)
 
 
 def test_a_stop_ends_all_ranks_at_one_window_with_one_checkpoint(tmp_path: Path) -> None:
