@@ -162,6 +162,13 @@ FAULTS: tuple[Fault, ...] = (
         run_with(precision=dict(LOSSY["masters"]), training={"learningRate": 1e-5}),
     ),
     Fault(
+        5,
+        "bf16 magnitudes of a DoRA, its matrices in fp32",
+        "UpdatesLost",
+        9,
+        run_with(broken.magnitudes_in(torch.bfloat16), adapter={"rank": 4, "dora": True}),
+    ),
+    Fault(
         6,
         "second moment in bf16, gradients drop",
         "OptimizerStuck",

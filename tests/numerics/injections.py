@@ -24,6 +24,7 @@ from kubelora_trainer.gang import Exchanged
 from kubelora_trainer.images import TrainingImage
 from kubelora_trainer.optimizer import FlatAdamW
 from kubelora_trainer.order import SampleDraw, SampleOrder
+from kubelora_trainer.precision import MAGNITUDE
 from kubelora_trainer.rank_notes import Asked
 from kubelora_trainer.train import MicroBatch, Parts
 from tests.numerics.bench import Injection, Trained
@@ -444,6 +445,25 @@ def frozen_up_projections(parts: Parts) -> Parts:
         parts.buffers.publish_masters()
 
     return replace(parts, optimizer=WrappedOptimizer(parts, after=after))
+
+
+def magnitudes_in(dtype: torch.dtype) -> Injection:
+    """After every step the magnitudes of a DoRA are rounded to ``dtype``."""
+
+    def inject(parts: Parts) -> Parts:
+        masters = [
+            parts.buffers.masters[group.start : group.stop]
+            for group in ranges(parts.buffers, MAGNITUDE)
+        ]
+        assert masters
+
+        def after(optimizer: WrappedOptimizer) -> None:
+            for magnitudes in masters:
+                magnitudes.copy_(magnitudes.to(dtype))
+
+        return replace(parts, optimizer=WrappedOptimizer(parts, after=after))
+
+    return inject
 
 
 def wrong_norm(factor: float) -> Injection:
