@@ -209,6 +209,17 @@ def test_alerts_take_labels_for_routing_and_can_be_left_out(helm: Helm) -> None:
     assert "KubeloraTrainingStalled" in alerts
 
 
+def test_an_alert_that_is_left_out_by_a_wrong_name_is_refused_with_the_names_that_there_are(
+    helm: Helm,
+) -> None:
+    wrong = {"enabled": True, "disabled": ["KubeloraJobFailed", "KubeloraUpdateLost"]}
+    done = helm.template({"monitoring": {"rules": wrong}})
+
+    assert done.returncode != 0
+    assert "monitoring.rules.disabled: no alert is called KubeloraUpdateLost" in done.stderr
+    assert all(alert in done.stderr for alert in alerts_of(helm.render(MONITORING)))
+
+
 def test_promtool_accepts_the_rules(rule_file: Path, promtools: list[Path]) -> None:
     for promtool in promtools:
         programs.run(promtool, "check", "rules", rule_file)

@@ -174,6 +174,29 @@ def test_a_wrong_setting_names_the_field(job: Path) -> None:
         read_job(str(job), ["spec.training.steps=0"])
 
 
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("spec.training.steps=0", "spec.training.steps: must be at least 1, found 0"),
+        ("spec.adapter={rank: 0}", "spec.adapter.rank: must be at least 1, found 0"),
+        ("spec.tracking.trackers=[7]", "spec.tracking.trackers[0]: must be "),
+    ],
+)
+def test_what_a_setting_makes_wrong_is_told_with_the_setting_and_no_line_of_the_file(
+    job: Path, setting: str, problem: str
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        read_job(str(job), [setting])
+    assert str(refused.value).startswith(f"--set {setting}: {problem}")
+
+
+def test_what_the_file_makes_wrong_keeps_its_line_beside_a_setting(job: Path) -> None:
+    path = edited(job, "rank: 64", "rank: -1")
+    with pytest.raises(ConfigurationError) as refused:
+        read_job(path, ["spec.training.steps=3", "spec.adapter.rankPattern={}"])
+    assert str(refused.value).startswith(f"{path}:9: spec.adapter.rank: must be at least 1")
+
+
 def test_a_setting_of_a_field_that_there_is_not_names_the_one_that_was_meant(job: Path) -> None:
     with pytest.raises(ConfigurationError) as refused:
         read_job(str(job), ["training.steps=5"])

@@ -114,9 +114,24 @@ class JobDocument:
             field = re.sub(r"(\.[^.\[]+|\[\d+\]|^[^.\[]+)$", "", field)
         return f"{self.path}:{self.lines.get(field, self.lines.get('', 1))}: {problem}"
 
-    def refuse(self, problems: Iterable[Problem]) -> ConfigurationError:
-        """An error that tells every problem on a line of its own."""
-        return ConfigurationError("\n".join(self.located(p) for p in problems))
+    def refuse(
+        self, problems: Iterable[Problem], settings: Iterable[str] = ()
+    ) -> ConfigurationError:
+        """An error that tells every problem on a line of its own, and the setting it is from."""
+        given = {setting.partition("=")[0]: setting for setting in settings}
+        return ConfigurationError(
+            "\n".join(
+                f"--set {given[set_at]}: {problem}"
+                if (set_at := _setting_above(problem.path, given))
+                else self.located(problem)
+                for problem in problems
+            )
+        )
+
+
+def _setting_above(field: str, given: Iterable[str]) -> str | None:
+    """The path that was set and is the field, or holds it."""
+    return next((p for p in given if f"{field}.".startswith((f"{p}.", f"{p}["))), None)
 
 
 def load_job_documents(path: str) -> list[JobDocument]:
@@ -168,7 +183,7 @@ def read_job(path: str, settings: Iterable[str] = (), *, local: bool = True) -> 
     try:
         return parse_job(document, local=local)
     except InvalidDocument as invalid:
-        raise source.refuse(invalid.problems) from None
+        raise source.refuse(invalid.problems, settings) from None
 
 
 def check_paths(settings: Iterable[str]) -> None:
