@@ -385,6 +385,17 @@ LATENTS_CONSTANT: Final = Event(
     "they are blank. Look at the images; on a VAE that overflows in half precision, set model.vae.",
     reason="SDXL's latents are scaled to a deviation of 1; a photograph of a plain wall has 0.1.",
 )
+LATENTS_UNSCALED: Final = Event(
+    finding="LatentsUnscaled",
+    severity="critical",
+    quantity="standard deviation of the latents of a category's images",
+    limit=3.0,
+    sentence="Latents are several times as large as those that the model was made for: the VAE's "
+    "scaling_factor was not applied, or is that of another VAE. Look at model.vae and the "
+    "scaling_factor in its config.json.",
+    reason="A scaling_factor is what brings latents to a deviation of 1 (Rombach et al. 2022, "
+    "app. G), of which a category's own may be twice that. Without SDXL's 0.13 they read 7.7.",
+)
 BASELINE_DEPARTURE: Final = Event(
     finding="BaselineDeparture",
     severity="critical",
@@ -396,7 +407,7 @@ BASELINE_DEPARTURE: Final = Event(
     "of 2 and four deviations. A rate cut to a third shows as 0.3 in lora_A from the first bins "
     "on, while the loss stays within 2 %.",
 )
-EVENTS: Final = (ROLLED_BACK, LATENTS_CONSTANT, BASELINE_DEPARTURE)
+EVENTS: Final = (ROLLED_BACK, LATENTS_CONSTANT, LATENTS_UNSCALED, BASELINE_DEPARTURE)
 
 FINDINGS: Final[tuple[Threshold | Event, ...]] = (*THRESHOLDS, *EVENTS)
 """Everything that can be found."""

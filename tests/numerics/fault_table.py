@@ -353,4 +353,11 @@ FAULTS: tuple[Fault, ...] = (
         11,
         run_with(broken.working_copy_stands_still(10)),
     ),
+    Fault(
+        26,
+        "the VAE's scaling factor is forgotten",
+        "LatentsUnscaled",
+        5,
+        run_with(around=broken.latents_not_scaled, dataset={"crop": "center"}),
+    ),
 )

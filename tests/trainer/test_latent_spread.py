@@ -29,6 +29,21 @@ def test_the_limit_is_a_deviation_of_a_hundredth_in_the_channel_that_varies_most
     assert len(spread.findings(1)) == count
 
 
+@pytest.mark.parametrize(("factor", "found"), [(1.0, []), (1 / 0.13025, ["LatentsUnscaled"])])
+def test_latents_whose_scaling_factor_was_forgotten_are_found(
+    factor: float, found: list[str]
+) -> None:
+    spread = LatentSpread(["tins", "bottles"])
+    checkered = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).repeat(4, 1, 1)  # a deviation of 1
+    spread.observe(0, checkered)
+    spread.observe(1, checkered * factor)
+    findings = spread.findings(2)
+    assert [finding.name for finding in findings] == found
+    for finding in findings:
+        assert (finding.group, finding.threshold) == ("bottles", 3.0)
+        assert finding.value == pytest.approx(1 / 0.13025)
+
+
 def test_constant_images_that_differ_from_each_other_have_content() -> None:
     spread = LatentSpread(["plain", "plain"])
     spread.observe(0, torch.zeros(4, 2, 2))

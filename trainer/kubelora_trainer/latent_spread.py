@@ -1,10 +1,12 @@
-"""Whether the latents of a category's images say anything at all.
+"""Whether the latents of a category's images say anything at all, at the scale they should have.
 
 A VAE that overflows in half precision, or a cache filled by one, gives latents that are all alike;
-the loss then looks fine, for noise on nothing is easily told. Each image is looked at once, when
+the loss then looks fine, for noise on nothing is easily told. Latents that were never scaled drown
+the noise instead, and the loss looks even better. Each image is looked at once, when
 its latent is first used.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor
 
 from kubelora_api.status import Finding
-from kubelora_api.thresholds import LATENTS_CONSTANT
+from kubelora_api.thresholds import LATENTS_CONSTANT, LATENTS_UNSCALED, Event
 
-_LIMIT = LATENTS_CONSTANT.limit or 0.0
+_LEAST = LATENTS_CONSTANT.limit or 0.0
+_MOST = LATENTS_UNSCALED.limit or math.inf
 ENOUGH_IMAGES = 8
 """Images of a category after which it is judged, or all of them where it has fewer."""
 
@@ -58,7 +61,7 @@ class LatentSpread:
             name: _Category(min(ENOUGH_IMAGES, count))
             for name, count in Counter(categories).items()
         }
-        self._constant: dict[str, float] = {}
+        self._judged: dict[str, float] = {}
 
     def observe(self, sample: int, latent: Tensor) -> None:
         """Note a sample's scaled latent (channels, h, w), the first time it is used."""
@@ -68,22 +71,29 @@ class LatentSpread:
             return
         self._seen.add(sample)
         category.add(latent)
-        if category.images == category.wanted and category.deviation < _LIMIT:
-            self._constant[name] = category.deviation
+        if category.images == category.wanted:
+            self._judged[name] = category.deviation
 
     def findings(self, step: int) -> tuple[Finding, ...]:
-        """Categories whose latents vary by less than the limit, as found in ``step``."""
-        if not self._constant:
+        """What is wrong with the worst category on either side, as found in ``step``."""
+        if not self._judged:
             return ()
-        name = min(self._constant, key=lambda n: self._constant[n])
-        return (
-            Finding(
-                name=LATENTS_CONSTANT.finding,
-                severity=LATENTS_CONSTANT.severity,
-                group=name or None,
-                value=self._constant[name],
-                threshold=_LIMIT,
-                since_step=step,
-                message=LATENTS_CONSTANT.sentence,
-            ),
+        least = min(self._judged, key=lambda name: self._judged[name])
+        most = max(self._judged, key=lambda name: self._judged[name])
+        found = []
+        if self._judged[least] < _LEAST:
+            found.append(self._finding(LATENTS_CONSTANT, least, step))
+        if self._judged[most] > _MOST:
+            found.append(self._finding(LATENTS_UNSCALED, most, step))
+        return tuple(found)
+
+    def _finding(self, event: Event, name: str, step: int) -> Finding:
+        return Finding(
+            name=event.finding,
+            severity=event.severity,
+            group=name or None,
+            value=self._judged[name],
+            threshold=event.limit,
+            since_step=step,
+            message=event.sentence,
         )
