@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,15 @@ from kubelora_trainer.errors import ConfigurationError, Interrupted, NumericalEr
 from kubelora_trainer.launch import RankEnd, deciding, exit_code_of, launch, sentence_of
 from kubelora_trainer.seats import LOOPBACK, Layout, Seat, layout_of
 from kubelora_trainer.stop_request import StopRequest
+from tests.trainer.gangs import ended_by
+
+
+@pytest.fixture(autouse=True)
+def deadline(tmp_path: Path) -> Iterator[None]:
+    """None of these ranks does anything that takes long."""
+    with ended_by(60, tmp_path):
+        yield
+
 
 TWO = Layout(nodes=1, node=0, ranks_per_node=2, address=LOOPBACK, port=0)
 

@@ -59,7 +59,7 @@ def test_a_stopped_rank_ends_the_gang_after_the_stated_silence_and_is_named(
     others = [said(tmp_path / "b", rank) for rank in range(3) if rank != stopped]
     assert all(word.startswith(f"rank {stopped} of this run's 3 ") for word in others)
     decided = said(tmp_path / "b", deciding(ends).rank)
-    assert "was not heard of for 3 s" in decided
+    assert "said nothing for 3 s" in decided
     assert not (tmp_path / "n" / "checkpoints").exists() or not any(
         (tmp_path / "n" / "checkpoints").iterdir()
     )
@@ -116,9 +116,18 @@ def test_who_does_not_miss_anyone_is_missing(place: Place | None, named: str) ->
 
 def test_waiting_in_vain_is_another_ending_than_a_broken_connection() -> None:
     ranks = roll_call(Place("misses/2", "misses/3"), 58.0)
-    with pytest.raises(PeerSilent, match=r"rank 1 .* was not heard of for 60 s"), ranks.around():
+    with pytest.raises(PeerSilent, match=r"rank 1 .* said nothing for 60 s"), ranks.around():
         raise RuntimeError("Timed out waiting 60000ms for recv operation to complete")
     assert PeerSilent.exit_code == ExitCode.INTERNAL
+
+
+@pytest.mark.parametrize(("rank", "says_it"), [(1, True), (2, False), (3, False)])
+def test_of_those_who_are_left_the_first_says_it(rank: int, says_it: bool) -> None:
+    """Rank 0 went away."""
+    left = RollCall(Place("misses/1", "misses/2", "misses/3"), rank, 4, timedelta(seconds=60))
+    with pytest.raises(PeerLost) as lost, left.around():
+        raise RuntimeError("Connection closed by peer")
+    assert lost.value.told_by_another is not says_it
 
 
 @pytest.mark.parametrize("own", [torch.OutOfMemoryError, torch.AcceleratorError])

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from kubelora_trainer.demo import DemoPaths
 from kubelora_trainer.run_context import RunOptions
 from kubelora_trainer.seats import Seat
 from kubelora_trainer.stop_request import RankStopRequest
-from tests.trainer.rank_runs import TWO, adapter, arguments, far, manifest, run
+from tests.trainer.rank_runs import TWO, adapter, arguments, far, forking, manifest, run
 from tests.trainer.test_interruption import ENTRY
 
 
@@ -65,6 +67,40 @@ def test_the_cause_reaches_exit_code_and_termination_message(
     assert (final.exit_code, final.attempt) == (137, 7)
     assert "rank 1 of 2 was killed by SIGKILL" in final.message
     assert manifest(tmp_path / "two")["state"] == "Failed"
+
+
+def test_a_rank_that_stalls_is_named_once_and_in_the_termination_message(
+    tmp_path: Path,
+    demo: DemoPaths,
+    forked: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Rank 0 stops in its second window; two others wait for it, three seconds, not 30 minutes."""
+    from kubelora_trainer import rendezvous
+    from kubelora_trainer.diffusion import SdxlObjective
+
+    forward = SdxlObjective.__call__
+
+    def stalls(self: SdxlObjective, micro_step: int) -> object:
+        if self._share.rank == 0 and micro_step > 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return forward(self, micro_step)
+
+    soon = partial(rendezvous.join_gang, silence=timedelta(seconds=3))
+    monkeypatch.setattr("kubelora_trainer.together.join_gang", soon)
+    monkeypatch.setattr("kubelora_trainer.ranks.launch", forking(tmp_path, grace=4.0))
+    monkeypatch.setattr(SdxlObjective, "__call__", stalls)
+    monkeypatch.setenv(ENV_TERMINATION_LOG, str(tmp_path / "termination-log"))
+    monkeypatch.setenv(ENV_ATTEMPT, "1")
+    three = ("--set", "spec.workers.gpusPerNode=3", "--metrics-port", "0")
+    ended = run([*arguments(tmp_path / "three", demo), *three])
+    assert ended.exit_code == 1, ended.output
+    told = capfd.readouterr().err
+    assert told.count("rank 0 of this run's 3 said nothing for 3 s") == 1, told
+    final = FinalReport.model_validate_json((tmp_path / "termination-log").read_bytes())
+    assert final.message.startswith("rank 0 of this run's 3 said nothing for 3 s")
+    assert final.exit_code == 1
 
 
 def test_ranks_that_see_other_data_are_refused_before_training(

@@ -157,8 +157,8 @@ def _rank(local_rank: int, work: Work, layout: Layout, port: int) -> None:
         code = ExitCode.DONE
     except RunEnded as ended:
         code = ended.exit_code
-        alike = ended.alike or code == ExitCode.INTERRUPTED
-        if seat.local_rank == 0 or not alike:
+        enough = ended.alike or ended.told_by_another or code == ExitCode.INTERRUPTED
+        if seat.local_rank == 0 or not enough:
             print(f"rank {seat.rank}: error: {ended}", file=sys.stderr)
     except Exception:
         traceback.print_exc()

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import torch
 
-from kubelora_trainer.errors import PeerLost, PeerSilent
+from kubelora_trainer.errors import PeerLost, PeerSilent, RunEnded
 
 ROLL_CALL_SECONDS: Final = 5.0
 """How long ranks that noticed wait for the others to notice; less than the launcher's grace."""
@@ -61,19 +61,25 @@ class RollCall:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
-            waited_in_vain = self._clock() - begun >= 0.9 * self._silence
-            who = ranks_named(self.missing(), "another rank")
-            if waited_in_vain:
-                raise PeerSilent(
-                    f"{who} of this run's {self._size} was not heard of for {self._silence:.0f} s, "
-                    "while the others waited at the end of a window: stopped, stuck in reading "
-                    "data, or on a machine that is out of reach. Look at its process or pod; the "
-                    "next start goes on from the last checkpoint"
-                ) from error
-            raise PeerLost(
-                f"{who} of this run's {self._size} went away, so this one stops; the cause is in "
-                "that rank's words"
-            ) from error
+            waited = self._clock() - begun
+            raise self._ended(self.missing(), waited >= 0.9 * self._silence) from error
+
+    def _ended(self, missing: Sequence[int], in_vain: bool) -> RunEnded:
+        who = f"{ranks_named(missing, 'another rank')} of this run's {self._size}"
+        ended: RunEnded
+        if in_vain:
+            ended = PeerSilent(
+                f"{who} said nothing for {self._silence:.0f} s, while the others waited at the end "
+                "of a window: stopped, stuck in reading data, or on a machine that is out of "
+                "reach. Look at its process or pod; the next start goes on from the last checkpoint"
+            )
+        else:
+            ended = PeerLost(
+                f"{who} went away, so this one stops; the cause is in that rank's words"
+            )
+        left = [rank for rank in range(self._size) if rank not in missing]
+        ended.told_by_another = bool(missing) and self._rank != left[0]
+        return ended
 
     def missing(self) -> Sequence[int]:
         """Ranks that don't say within ``ROLL_CALL_SECONDS`` that they miss someone too."""
