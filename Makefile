@@ -85,6 +85,10 @@ bench-trainer: $(VENV)/.trainer ## What a step, the memory and the start cost, b
 bench-telemetry: $(VENV)/.trainer ## What telemetry costs of an optimizer step
 	@$(PY) -m benchmarks.telemetry_overhead
 
+.PHONY: bench-gpu
+bench-gpu: $(VENV)/.trainer ## Images a second and memory on a GPU, with SDXL's real UNet
+	@$(PY) -m benchmarks.gpu
+
 .PHONY: lint
 lint: dev ## Style, types and walls between the rooms
 	@$(PY) -m tests.tiers lint

@@ -1,5 +1,6 @@
 """The benchmark's job: the quickstart's, its latents fixed so that they are encoded once."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ def bench_document(
     steps: int = 100_000,
     rank: int = 8,
     accumulation: int = 4,
+    more: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """A LoraTrainingJob on the demo, in micro-batches of one."""
-    return {
+    """A LoraTrainingJob on the demo, in micro-batches of one, on the CPU.
+
+    more: fields of ``spec`` by group, which replace those here.
+    """
+    document: dict[str, Any] = {
         "apiVersion": "kubelora.dev/v1alpha1",
         "kind": "LoraTrainingJob",
         "metadata": {"name": "bench"},
@@ -33,3 +38,9 @@ def bench_document(
             "workers": {"gpusPerNode": 0},
         },
     }
+    spec = document["spec"]
+    for group, fields in (more or {}).items():
+        spec[group] = {**spec.get(group, {}), **fields}
+    if spec["training"]["device"] == "cuda":
+        spec["workers"] = {"gpusPerNode": 1}
+    return document

@@ -10,10 +10,11 @@ import argparse
 import json
 import resource
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Semaphore, Thread
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -54,8 +55,12 @@ class OurLoop:
         telemetry: bool,
         rank: int = 8,
         accumulation: int = 4,
+        more: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        document = bench_document(model, photos, output, rank=rank, accumulation=accumulation)
+        """more: as in ``bench_document``."""
+        document = bench_document(
+            model, photos, output, rank=rank, accumulation=accumulation, more=more
+        )
         self.job = parse_job(document, local=True)
         spec = self.job.spec
         folder = claim_output(output, self.job, None, print)
@@ -124,6 +129,11 @@ class OurLoop:
         self._done.acquire()
         if self.position.step != before + 1:
             raise RuntimeError("training ended; see the traceback of its thread")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the UNet is called through a compiler."""
+        return self._material.objective.forward is not self._material.base.unet
 
     @property
     def told(self) -> int:

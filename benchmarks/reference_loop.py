@@ -28,19 +28,31 @@ class ReferenceLoop:
     """One optimizer step a call."""
 
     def __init__(
-        self, model: Path, photos: Path, *, rank: int, accumulation: int, edge: int, rate: float
+        self,
+        model: Path,
+        photos: Path,
+        *,
+        rank: int,
+        accumulation: int,
+        edge: int,
+        rate: float,
+        batch: int = 1,
+        device: str = "cpu",
+        checkpointing: bool = False,
+        compiled: bool = False,
     ) -> None:
+        """edge: of the images, in pixels. batch: images in a micro-batch."""
         from accelerate import Accelerator
         from diffusers import DDPMScheduler, UNet2DConditionModel
         from diffusers.training_utils import cast_training_params
         from peft import LoraConfig
 
         self.accelerator = Accelerator(
-            gradient_accumulation_steps=accumulation, mixed_precision="bf16", cpu=True
+            gradient_accumulation_steps=accumulation, mixed_precision="bf16", cpu=device == "cpu"
         )
         self._schedule = DDPMScheduler.from_pretrained(model, subfolder="scheduler")
         unet = UNet2DConditionModel.from_pretrained(model, subfolder="unet")
-        unet.requires_grad_(False).to(dtype=torch.bfloat16)
+        unet.requires_grad_(False).to(device, dtype=torch.bfloat16)
         unet.add_adapter(
             LoraConfig(
                 r=rank,
@@ -50,16 +62,20 @@ class ReferenceLoop:
             )
         )
         cast_training_params(unet, dtype=torch.float32)
+        if checkpointing:
+            unet.enable_gradient_checkpointing()
         self.parameters = [p for p in unet.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(self.parameters, lr=rate, weight_decay=1e-2, eps=1e-8)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        self._frozen = _Frozen(model)
+        self._frozen = _Frozen(model, device)
         samples = [self._frozen.encode(file, text, edge) for file, text in captioned(photos)]
-        loader: Any = torch.utils.data.DataLoader(_Samples(samples), shuffle=True, batch_size=1)
+        loader: Any = torch.utils.data.DataLoader(_Samples(samples), shuffle=True, batch_size=batch)
         self._unet, self._optimizer, self._loader, self._rates = self.accelerator.prepare(
             unet, optimizer, loader, schedule
         )
         self._unet.train()
+        self.compiled = compiled
+        self._forward = torch.compile(self._unet) if compiled else self._unet
         self._batches = self._endless()
         self._accumulation = accumulation
         self.loss = 0.0
@@ -89,9 +105,10 @@ class ReferenceLoop:
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         latents = batch["latents"].to(torch.bfloat16)
         noise = torch.randn_like(latents)
-        steps = torch.randint(0, self._schedule.config.num_train_timesteps, (latents.shape[0],))
+        levels = self._schedule.config.num_train_timesteps
+        steps = torch.randint(0, levels, (latents.shape[0],), device=latents.device)
         noisy = self._schedule.add_noise(latents, noise, steps)
-        predicted = self._unet(
+        predicted = self._forward(
             noisy,
             steps,
             batch["text"],
@@ -117,13 +134,17 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 class _Frozen:
     """VAE and text encoders; they stay in memory, as in the script."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, device: str) -> None:
         from diffusers import AutoencoderKL
         from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-        self._vae = AutoencoderKL.from_pretrained(model, subfolder="vae").requires_grad_(False)
+        self._device = device
+        vae = AutoencoderKL.from_pretrained(model, subfolder="vae")
+        self._vae = vae.requires_grad_(False).to(device)
         self._encoders = [
-            kind.from_pretrained(model / folder, dtype=torch.bfloat16).requires_grad_(False)
+            kind.from_pretrained(model / folder, dtype=torch.bfloat16)
+            .requires_grad_(False)
+            .to(device)
             for kind, folder in (
                 (CLIPTextModel, "text_encoder"),
                 (CLIPTextModelWithProjection, "text_encoder_2"),
@@ -135,25 +156,31 @@ class _Frozen:
 
     @torch.no_grad()
     def encode(self, file: Path, caption: str, edge: int) -> dict[str, torch.Tensor]:
-        """Everything that the UNet is shown of one image, without the batch's dimension."""
+        """Everything that the UNet is shown of one image, without the batch's dimension.
+
+        On the CPU, from where the loader takes each micro-batch to the device.
+        """
         import numpy as np
         from PIL import Image, ImageOps
 
         image = ImageOps.fit(Image.open(file).convert("RGB"), (edge, edge))
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 127.5 - 1
-        latents = self._vae.encode(pixels).latent_dist.sample() * self._vae.config.scaling_factor
+        latents = (
+            self._vae.encode(pixels.to(self._device)).latent_dist.sample()
+            * self._vae.config.scaling_factor
+        )
         hidden, pooled = [], torch.empty(0)
         for tokenizer, encoder in zip(self._tokenizers, self._encoders, strict=True):
             tokens = tokenizer(
                 caption, padding="max_length", max_length=77, truncation=True, return_tensors="pt"
             )
-            output = encoder(tokens.input_ids, output_hidden_states=True)
+            output = encoder(tokens.input_ids.to(self._device), output_hidden_states=True)
             hidden.append(output.hidden_states[-2])
             pooled = output[0]
         return {
-            "latents": latents[0],
-            "text": torch.cat(hidden, dim=-1)[0],
-            "pooled": pooled[0],
+            "latents": latents[0].cpu(),
+            "text": torch.cat(hidden, dim=-1)[0].cpu(),
+            "pooled": pooled[0].cpu(),
             "time_ids": torch.tensor([edge, edge, 0, 0, edge, edge], dtype=torch.bfloat16),
         }
 
