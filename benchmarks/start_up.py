@@ -21,6 +21,16 @@ OUR_LOOP = (
 )
 
 
+def demo_in(folder: Path) -> tuple[Path, Path]:
+    """The tiny model and photographs, made by the command in a process of its own."""
+    subprocess.run(
+        [sys.executable, "-c", COMMAND, "demo", str(folder / "demo")],
+        check=True,
+        capture_output=True,
+    )
+    return folder / "demo" / "model", folder / "demo" / "photos"
+
+
 def first_step_seconds(model: Path, photos: Path, place: Path) -> float:
     """CPU seconds of `kubelora train`, all its threads, when the first step is reported.
 

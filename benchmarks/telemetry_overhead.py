@@ -10,8 +10,6 @@ interval over the rounds.
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -31,7 +29,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100, help="each side runs once a round")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        times = measure(Path(folder), given.rounds)
+        model, photos = start_up.demo_in(Path(folder))
+        print(f"{given.rounds} rounds of a and b ...", flush=True)
+        times = measure(model, photos, Path(folder), given.rounds)
     for name, seconds in times.items():
         print(f"  {name}: {1000 * statistics.fmean(seconds):.1f} ms of CPU a step on average")
     ratio = ratio_of(times["a"], times["b"])
@@ -41,14 +41,8 @@ def main() -> None:
     )
 
 
-def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each optimizer step of both sides."""
-    subprocess.run(
-        [sys.executable, "-c", start_up.COMMAND, "demo", str(folder / "demo")],
-        check=True,
-        capture_output=True,
-    )
-    model, photos = folder / "demo" / "model", folder / "demo" / "photos"
+def measure(model: Path, photos: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each optimizer step of both sides. folder: where their output goes."""
     import_heavy_libraries()
     import torch
 
@@ -59,14 +53,13 @@ def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
         name: OurLoop(
             model,
             photos,
-            folder / name,
+            folder / f"telemetry-{name}",
             telemetry=name == "a",
             rank=RANK,
             accumulation=ACCUMULATION,
         )
         for name in ("a", "b")
     }
-    print(f"{rounds} rounds of a and b ...", flush=True)
     sides = {name: loop.step for name, loop in loops.items()}
     times = measure_rounds(sides, rounds, warm_up=min(5, rounds))
     for loop in loops.values():
