@@ -114,6 +114,24 @@ def test_the_steps_before_an_error_are_kept_and_come_once_after_a_resume(tmp_pat
     ]
 
 
+def test_parts_of_an_earlier_version_are_joined_with_what_they_had(tmp_path: Path) -> None:
+    """It knew no update scale, had the loss in fp64, and a column that is gone."""
+    engine = Engine(tmp_path, steps=3)
+    engine.train(every=1)
+    first, *_ = sorted((tmp_path / "metrics.parts").iterdir())
+    table = pq.read_table(first)
+    losses = table["loss"].cast("float64")
+    table = table.drop_columns(["update_scale", "loss"])
+    pq.write_table(table.append_column("loss", losses).append_column("gone", losses), first)
+    joined = pq.read_table(engine.run_log.finish())
+    assert joined["step"].to_pylist() == [step for step in (1, 2, 3) for _ in range(4)]
+    assert joined.schema.field("loss").type == "float"
+    assert joined["loss"].to_pylist()[:4] == losses.to_pylist()
+    assert joined["update_scale"].to_pylist()[:4] == [None] * 4
+    assert None not in joined["update_scale"].to_pylist()[4:]
+    assert joined["gone"].to_pylist() == losses.to_pylist() + [None] * 8
+
+
 def test_steps_after_the_last_checkpoint_come_again_after_a_kill(tmp_path: Path) -> None:
     killed = Engine(tmp_path / "cut")
     killed.train(micro_steps=9, every=2)

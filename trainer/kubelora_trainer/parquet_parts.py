@@ -5,7 +5,7 @@ step stands in the table once, through kills and resumes.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,10 +100,12 @@ class ParquetParts:
         target, writer = self._target, None
         aside = target.with_name(f".{target.name}.part")
         with writing_to(target):
-            for part in sorted(self._parts.glob("steps-*.parquet")):
+            parts = sorted(self._parts.glob("steps-*.parquet"))
+            schema = _columns_of_all(parts)
+            for part in parts:
                 for rows in self._row_groups(part):
-                    writer = writer or pq.ParquetWriter(aside, rows.schema, compression="zstd")
-                    writer.write_table(rows)
+                    writer = writer or pq.ParquetWriter(aside, schema, compression="zstd")
+                    writer.write_table(_with_columns(rows, schema))
             if writer:
                 writer.close()
                 flush_to_disk(aside)
@@ -114,3 +116,30 @@ class ParquetParts:
             with suppress(OSError):  # what was set aside stays
                 self._parts.rmdir()
         return target
+
+
+def _columns_of_all(parts: Sequence[Path]) -> "pa.Schema":
+    """Every part's columns, in the newest part's types: an earlier version may have had others."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    fields: dict[str, pa.Field] = {}
+    for part in parts:
+        with suppress(pa.ArrowException, OSError):  # told when its rows are read
+            fields |= {field.name: field for field in pq.read_schema(part)}
+    return pa.schema(list(fields.values()))
+
+
+def _with_columns(rows: "pa.Table", schema: "pa.Schema") -> "pa.Table":
+    """The rows with the columns of ``schema``; what was not measured then is null."""
+    import pyarrow as pa
+
+    return pa.table(
+        [
+            rows[field.name].cast(field.type)
+            if field.name in rows.column_names
+            else pa.nulls(rows.num_rows, field.type)
+            for field in schema
+        ],
+        schema=schema,
+    )
