@@ -7,7 +7,7 @@ factors therefore stand in two flat buffers, of which the library's state is vie
 is looked up there. Factors that are too small for 8 bits are kept in fp32, as the library does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class EightBitMoment:
         self._coded = torch.tensor(self._in_codes, device=device)
         self._looked_up: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def adopt(self, states: Sequence[Mapping[str, Tensor] | dict[str, Tensor]]) -> None:
+    def adopt(self, states: Sequence[dict[str, Tensor]]) -> None:
         """Make each factor's state (in slot order) views of the flat buffers, keeping its values.
 
         Does nothing where it is so already.
@@ -77,8 +77,7 @@ class EightBitMoment:
         return torch.where(coded, unpacked, self._exact[in_exact])
 
 
-def _keep(state: Mapping[str, Tensor] | dict[str, Tensor], name: str, view: Tensor) -> None:
-    assert isinstance(state, dict)
+def _keep(state: dict[str, Tensor], name: str, view: Tensor) -> None:
     if state[name].data_ptr() != view.data_ptr():
         view.copy_(state[name])
         state[name] = view
