@@ -141,6 +141,34 @@ def test_an_orientation_that_there_is_not_turns_nothing_and_tells_nothing(tmp_pa
     assert decode_image(path).conversions == ()
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_tiff_that_counts_from_white_is_no_negative(tmp_path: Path, dtype: type) -> None:
+    """Zero is white; a tenth of the range is nine tenths of white: 230 of 255.
+
+    The file is written by hand: a header, 9 entries of 12 bytes, one row of two pixels.
+    """
+    top = np.iinfo(dtype).max
+    pixels = np.array([0, round(top / 10)], dtype=dtype).tobytes()
+    bits = np.dtype(dtype).itemsize * 8
+    tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: 0, 273: 8, 277: 1, 278: 1, 279: len(pixels)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    directory = struct.pack("<H", len(tags)) + entries + struct.pack("<I", 0)
+    header = b"II*\0" + struct.pack("<I", 8 + len(pixels))
+    (tmp_path / "a.tif").write_bytes(header + pixels + directory)
+    assert [_pixel(tmp_path / "a.tif", x)[0] for x in (0, 1)] == pytest.approx([255, 229.5], abs=1)
+
+
+def test_a_profile_is_followed_from_16_bits_as_from_8(demo: DemoPaths, tmp_path: Path) -> None:
+    """Of a gray value; a profile for RGB does not fit and is named instead of dropped."""
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for name, values in (("a", np.uint8(77)), ("b", np.uint16(77 * 257))):
+        image = Image.fromarray(np.full((4, 4), values))
+        path = _save(image, tmp_path / f"{name}.png", icc_profile=profile)
+        assert _pixel(path) == (77, 77, 77)
+        problems = [c.problem for c in decode_image(path).conversions]
+        assert problems[-1] == "unusable colour profile"
+
+
 def test_the_transparent_value_of_a_16_bit_gray_image_lies_on_the_background_and_is_masked(
     tmp_path: Path,
 ) -> None:

@@ -1,5 +1,6 @@
 """An adapter that starts from a LoRA file computes what the file's own loader computes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,9 @@ def test_other_layers_and_ranks_are_a_sentence(
         warm_start(modules, unet, file)
 
 
-@pytest.mark.parametrize("fault", ["cut", "half", "dora", "pickle", "none", "two", "text", "nan"])
+@pytest.mark.parametrize(
+    "fault", ["cut", "half", "dora", "pickle", "none", "two", "text", "vector", "alphas", "nan"]
+)
 def test_files_that_are_no_lora_for_this_model_are_a_sentence(
     demo: DemoPaths, file: Path, fault: str
 ) -> None:
@@ -143,15 +146,66 @@ def test_files_that_are_no_lora_for_this_model_are_a_sentence(
         extra = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
         state[f"{extra}.lora_down.weight"] = torch.zeros(4, 32)
         state[f"{extra}.lora_up.weight"] = torch.zeros(128, 4)
-        sentence = f"such as {extra}"
+        sentence = f"such as {extra}: name text_encoder in adapter.textEncoders"
+    elif fault == "vector":
+        state[key] = torch.zeros(3)
+        sentence = "is no pair of matrices or kernels"
+    elif fault == "alphas":
+        state[key.replace("lora_up.weight", "alpha")] = torch.zeros(2)
+        sentence = "can't be read"
     else:
         state[key][0, 0] = float("nan")
         sentence = "not finite"
-    if fault in ("half", "dora", "text", "nan"):
+    if fault in ("half", "dora", "text", "vector", "alphas", "nan"):
         save_file(state, file)
     unet, modules = _adapted(demo.model, Adapter(rank=4))
     with pytest.raises(ConfigurationError, match=sentence):
         warm_start(modules, unet, place)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ("{", "can't be read"),
+        ("[1]", "is no JSON object"),
+        ('{"unet.lora_alpha": "x"}', "can't be read"),
+        ('{"unet.lora_alpha": [1]}', "can't be read"),
+        ('{"unet.lora_alpha": 2, "unet.alpha_pattern": [1]}', "alpha_pattern .* no JSON object"),
+        ('{"unet.lora_alpha": 2, "unet.alpha_pattern": {"(": 1}}', "can't be read"),
+    ],
+)
+def test_metadata_that_does_not_tell_the_scale_is_a_sentence(
+    demo: DemoPaths, tmp_path: Path, metadata: str, sentence: str
+) -> None:
+    unet, modules = _adapted(demo.model, Adapter(rank=4))
+    path = export_diffusers(unet, trained_layers(modules), tmp_path).path
+    save_file(load_file(path), path, {"lora_adapter_metadata": metadata})
+    with pytest.raises(ConfigurationError, match=sentence):
+        warm_start(modules, unet, path)
+
+
+def test_an_alpha_of_0_means_the_rank_as_in_kohyas_own_reader(demo: DemoPaths, file: Path) -> None:
+    """sd-scripts takes the rank where alpha is None or 0, so the scale is 1 and not 0."""
+    state = load_file(file)
+    for key in state:
+        if key.endswith(".alpha"):
+            state[key] = torch.tensor(0.0)
+        if key.endswith("lora_up.weight"):
+            state[key] = torch.full_like(state[key], 0.5)
+    save_file(state, file)
+    unet, modules = _adapted(demo.model, Adapter(rank=4, alpha=2))
+    warm_start(modules, unet, file)
+    for module in modules:  # twice 0.5, for the job's own scale is 2 / 4
+        assert torch.equal(module.lora_b, torch.ones_like(module.lora_b))
+
+
+def test_layers_of_text_encoders_name_the_field_that_takes_them_in_or_out(
+    demo: DemoPaths, file: Path
+) -> None:
+    unet, modules = _adapted(demo.model, Adapter(rank=4))
+    of_text = [replace(modules[0], part="text_encoder_2", name="encoder.layers.0.mlp.fc1")]
+    with pytest.raises(ConfigurationError, match=r"take text_encoder_2 out of adapter\.textEnc"):
+        warm_start([*modules, *of_text], unet, file)
 
 
 def test_a_run_starts_from_the_adapter_that_another_run_made(

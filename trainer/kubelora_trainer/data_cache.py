@@ -15,7 +15,7 @@ from kubelora_trainer.base_model import BaseModel
 from kubelora_trainer.dataset import Dataset, View
 from kubelora_trainer.tensor_store import TensorStore, key_of, module_digest
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the code that prepares images or text changes what comes out."""
 _LATENT_PACKAGES = ("torch", "diffusers", "pillow")
 _TEXT_PACKAGES = ("torch", "transformers")

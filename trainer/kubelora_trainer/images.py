@@ -44,6 +44,8 @@ AlphaUse = Literal["background", "mask"]
 _ORIENTATION = 0x0112
 """EXIF's tag; 1 is upright."""
 _TURNED = range(2, 9)
+_PHOTOMETRIC = 0x0106
+"""TIFF's tag; 0 is white for zero."""
 
 
 class BadImageError(Exception):
@@ -143,6 +145,8 @@ def _decode(content: bytes, background: str, alpha: AlphaUse) -> DecodedImage:
         opened.load()
         profile = opened.info.get("icc_profile")
         upright = ImageOps.exif_transpose(opened)
+        if opened.mode.startswith("I;16") and _is_negative(opened):
+            upright = Image.fromarray(65535 - np.asarray(upright).astype(np.uint16))
         if turned in _TURNED:
             conversions.append(Conversion("EXIF orientation", "turned upright"))
         rgb, of_colour = _to_rgb(upright, profile, background)
@@ -175,9 +179,10 @@ def _to_rgb(
 ) -> tuple[Image.Image, list[Conversion]]:
     """8-bit sRGB; what is transparent lies on ``background``."""
     if image.mode.startswith("I"):
-        conversions = [Conversion("16 bits", "scaled to 8 bits")]
-        rgb, alpha = _from_16_bit(image).convert("RGB"), _opacity_of_16_bit(image)
-        return _laid_on(rgb, alpha, background, conversions), conversions
+        grey = _from_16_bit(image)
+        rgb, of_profile = _through_profile(grey, profile) if profile else (grey.convert("RGB"), [])
+        conversions = [Conversion("16 bits", "scaled to 8 bits"), *of_profile]
+        return _laid_on(rgb, _opacity_of_16_bit(image), background, conversions), conversions
     if image.mode == "F":
         raise BadImageError(
             "floating-point pixels",
@@ -186,8 +191,8 @@ def _to_rgb(
     conversions = _mode_conversions(image.mode)
     alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
     if alpha is not None:
-        grey = image.mode in ("L", "LA", "La")
-        image = image.convert("RGBA").convert("L" if grey else "RGB")
+        colours = "L" if image.mode in ("L", "LA", "La") else "RGB"
+        image = image.convert("RGBA").convert(colours)
     elif image.mode not in ("RGB", "CMYK", "L"):
         image = image.convert("RGB")
     rgb, of_profile = _through_profile(image, profile) if profile else (image.convert("RGB"), [])
@@ -204,6 +209,12 @@ def _laid_on(
     told.append(Conversion("transparency", f"laid on {background}"))
     below = Image.new("RGB", rgb.size, ImageColor.getrgb(background))
     return Image.composite(rgb, below, alpha)
+
+
+def _is_negative(opened: Image.Image) -> bool:
+    """Whether a TIFF counts from white to black; Pillow turns 8 bits round, and not 16."""
+    photometric = getattr(opened, "tag_v2", {}).get(_PHOTOMETRIC)
+    return opened.format == "TIFF" and photometric == 0
 
 
 def _opacity_of_16_bit(image: Image.Image) -> Image.Image | None:

@@ -92,8 +92,9 @@ def kohya_metadata(
 def read_kohya(path: Path) -> dict[str, KohyaLayer]:
     """Layers of a kohya file by the stem of their keys.
 
-    Without alpha the scale is 1, as kohya's own reader has it.
-    Raises ValueError naming keys that are no part of a LoRA layer, or that lack their counterpart.
+    Without alpha, or with 0, the scale is 1, as kohya's own reader has it.
+    Raises ValueError naming keys that are no part of a LoRA layer, or that lack their counterpart,
+    and layers that are no matrices.
     """
     state = load_file(path)
     stems = {key.removesuffix(DOWN) for key in state if key.endswith(DOWN)}
@@ -108,5 +109,7 @@ def read_kohya(path: Path) -> dict[str, KohyaLayer]:
 
 def _layer(state: Mapping[str, torch.Tensor], stem: str) -> KohyaLayer:
     down, up = state[stem + DOWN].float(), state[stem + UP].float()
+    if down.ndim < 2 or up.ndim < 2:
+        raise ValueError(f"{stem} is no pair of matrices or kernels")
     alpha = state.get(stem + ALPHA)
-    return KohyaLayer(down, up, float(alpha) if alpha is not None else float(down.shape[0]))
+    return KohyaLayer(down, up, (0 if alpha is None else float(alpha)) or float(down.shape[0]))

@@ -6,7 +6,8 @@ only on one side would be lost or start from nothing without a word, so it is an
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ from kubelora_trainer.precision import MAGNITUDE
 from kubelora_trainer.sgm_names import PARTS, kohya_names
 
 METADATA = "lora_adapter_metadata"
+TEXT_NAMES = {
+    "text_encoder": ("text_encoder.", "lora_te1_"),
+    "text_encoder_2": ("text_encoder_2.", "lora_te2_"),
+}
+"""How names of the text encoders' layers begin, in diffusers' and in kohya's files."""
 ENDS = {".lora_A.weight": "down", ".lora.down.weight": "down"}
 ENDS |= {".lora_B.weight": "up", ".lora.up.weight": "up"}
 ENDS |= {f".{MAGNITUDE}": "magnitude", f".{MAGNITUDE}.weight": "magnitude"}
@@ -61,12 +67,12 @@ def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, pla
     if only_file:
         raise ConfigurationError(
             f"adapter.from: {file} holds {len(only_file)} layers that this job does not adapt, "
-            f"such as {min(only_file)}: widen adapter.targets, or take them out of the file."
+            f"such as {min(only_file)}: {_widen(only_file)}, or take them out of the file."
         )
     if only_job:
         raise ConfigurationError(
             f"adapter.from: {file} lacks {len(only_job)} layers that this job adapts, such as "
-            f"{min(only_job)}: narrow adapter.targets."
+            f"{min(only_job)}: {_narrow(only_job)}."
         )
     for name, module in by_name.items():
         layer = found[name]
@@ -77,6 +83,26 @@ def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, pla
             own = module.norms() if layer.magnitude is None else layer.magnitude
             module.magnitude.copy_(own)
     return file
+
+
+def _widen(layers: Collection[str]) -> str:
+    """What of the job takes in layers that only the file has."""
+    return _fields(layers, "name {} in adapter.textEncoders", "widen adapter.targets")
+
+
+def _narrow(layers: Collection[str]) -> str:
+    """What of the job leaves out layers that only the job has."""
+    return _fields(layers, "take {} out of adapter.textEncoders", "narrow adapter.targets")
+
+
+def _fields(layers: Collection[str], of_text: str, of_all: str) -> str:
+    """of_text, with the encoders whose layers they are, where any is; else of_all."""
+    encoders = [
+        part
+        for part, starts in TEXT_NAMES.items()
+        if any(layer.removeprefix("base_model.model.").startswith(starts) for layer in layers)
+    ]
+    return of_text.format(" and ".join(encoders)) if encoders else of_all
 
 
 def lora_file(place: Path) -> Path:
@@ -116,7 +142,7 @@ def _read(
         if all(key.startswith("lora_") for key in keys):
             return _from_kohya(file, unet, modules)
         return _from_diffusers(load_file(file), metadata)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, re.error) as error:
         raise ConfigurationError(f"adapter.from: {file} can't be read: {error}.") from error
 
 
@@ -137,13 +163,17 @@ def _from_diffusers(
     state: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> dict[str, FoundLayer]:
     """Without adapter metadata the scale is 1, as diffusers has it."""
-    config = json.loads(metadata[METADATA]) if METADATA in metadata else {}
+    config = json.loads(metadata.get(METADATA, "{}"))
+    if not isinstance(config, dict):
+        raise ValueError(f"its {METADATA} is no JSON object")
     factors: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in state.items():
         end = next((end for end in ENDS if key.endswith(end)), None)
         if end is None:
             raise ValueError(f"{key} is no key of a LoRA in diffusers' or kohya's format")
         name = key.removesuffix(end).removeprefix("unet.").replace(".text_model.", ".", 1)
+        if tensor.ndim < 2 and ENDS[end] != "magnitude":
+            raise ValueError(f"{key} is no matrix or kernel")
         factors.setdefault(name, {})[ENDS[end]] = tensor
     half = next((name for name, pair in factors.items() if not {"down", "up"} <= pair.keys()), None)
     if half is not None:
@@ -166,7 +196,9 @@ def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
         part, inside = "unet", name
     if f"{part}.lora_alpha" not in config:
         return 1.0
-    patterns: Mapping[str, float] = config.get(f"{part}.alpha_pattern") or {}
+    patterns = config.get(f"{part}.alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{part}.alpha_pattern in its {METADATA} is no JSON object")
     own = (value for pattern, value in patterns.items() if matches(pattern, inside))
     alpha = float(next(own, config[f"{part}.lora_alpha"]))
     return alpha / (math.sqrt(rank) if config.get(f"{part}.use_rslora") else rank)
