@@ -62,6 +62,22 @@ def test_another_pipeline_is_refused_by_its_name(copy: Path, name: str) -> None:
         _load(copy)
 
 
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [("x", "x"), (["diffusers"], r"\['diffusers'\]"), (None, "nothing"), (["a", 3], "3")],
+)
+def test_an_index_that_names_another_part_is_refused(copy: Path, listed: object, told: str) -> None:
+    _edit(copy / "model_index.json", lambda index: index.update(unet=listed))
+    with pytest.raises(ConfigurationError, match=rf"has {told} as its unet; SDXL has UNet2DCond"):
+        _load(copy)
+
+
+def test_a_width_that_is_no_number_is_refused(copy: Path) -> None:
+    _edit(copy / "text_encoder/config.json", lambda config: config.update(hidden_size="32"))
+    with pytest.raises(ConfigurationError, match="its parts do not belong together"):
+        _load(copy)
+
+
 def test_a_unet_without_text_time_is_refused(copy: Path) -> None:
     _edit(copy / "unet/config.json", lambda config: config.update(addition_embed_type=None))
     with pytest.raises(ConfigurationError, match="addition_embed_type None; SDXL's is 'text_time'"):

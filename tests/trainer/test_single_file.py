@@ -264,6 +264,16 @@ def test_a_pickle_under_another_name_is_never_loaded(pipeline: Path, tmp_path: P
     assert not trap.exists()
 
 
+def test_a_file_is_judged_before_anything_is_fetched_for_it(
+    tmp_path: Path, demo: DemoPaths
+) -> None:
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG")
+    given = [*arguments(tmp_path, demo), "--set", f"spec.model.uri={tmp_path / 'photo.png'}"]
+    ended = in_this_process([*given, "--set", "spec.model.config=hf://no-such-org/no-such-repo"])
+    assert ended.exit_code == 2
+    assert "photo.png is damaged or not a safetensors file" in ended.output
+
+
 def test_a_place_is_a_single_file_or_holds_one_alone(tmp_path: Path) -> None:
     for name in ("model.safetensors", "model.ckpt"):
         (tmp_path / name).write_bytes(b"x")

@@ -32,7 +32,12 @@ from kubelora_trainer.precision import DTYPES
 from kubelora_trainer.preflight_report import PreflightReport, report_text, write_report
 from kubelora_trainer.seats import ONLY_SEAT, Seat
 from kubelora_trainer.sgm_names import Part
-from kubelora_trainer.single_file import single_file_of, unpack
+from kubelora_trainer.single_file import (
+    check_single_file,
+    read_header,
+    single_file_of,
+    unpack,
+)
 from kubelora_trainer.sources import open_extra_sources, open_folder
 from kubelora_trainer.text_adapter import add_text_adapter
 from kubelora_trainer.threads import cpu_quota, thread_count, usable_cores
@@ -172,6 +177,7 @@ def _model_folder(model: Model, mounts: Mapping[str, Path], say: Callable[[str],
     file = single_file_of(place)
     if file is None:
         return place
+    check_single_file(file, read_header(file))  # before anything is fetched for it
     lender = resolve_input(model.config or DEFAULT_CONFIG, mounts, content="configuration")
     return unpack(file, lender, cache_directory(), say)
 

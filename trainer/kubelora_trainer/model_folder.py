@@ -53,10 +53,11 @@ def check_pipeline(folder: Path) -> dict[str, Any]:
             f"{folder} holds a {found}, not a {PIPELINE}: model.uri needs {WANTED}."
         )
     for part, kind in PARTS.items():
-        listed = index.get(part) or [None, None]
-        if listed[1] != kind:
+        listed = index.get(part)
+        there = listed[1] if isinstance(listed, list) and len(listed) == 2 else listed
+        if there != kind:
             raise ConfigurationError(
-                f"{folder} has {listed[1] or 'nothing'} as its {part}; SDXL has {kind}."
+                f"{folder} has {there or 'nothing'} as its {part}; SDXL has {kind}."
             )
     _check_unet(folder)
     return index
@@ -96,7 +97,8 @@ def _check_unet(folder: Path) -> None:
         read_json(folder / part / "config.json").get("hidden_size", 0)
         for part in ("text_encoder", "text_encoder_2")
     ]
-    if unet.get("cross_attention_dim") != sum(widths):
+    known = all(isinstance(width, int) for width in widths)
+    if not known or unet.get("cross_attention_dim") != sum(widths):
         raise ConfigurationError(
             f"The UNet in {folder} attends to {unet.get('cross_attention_dim')} channels, but its "
             f"text encoders give {widths[0]} + {widths[1]}: its parts do not belong together."
