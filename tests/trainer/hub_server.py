@@ -73,18 +73,25 @@ class _HubHandler(BaseHTTPRequestHandler):
     def _get(self, with_body: bool) -> None:
         path = unquote(self.path.partition("?")[0])
         self.server.requests.append(f"{self.command} {path}")
+        refs = re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)/refs", path)
         about = re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)/(?:revision|tree)/(.+)", path)
         content = re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         found = about or content
         key = (found[1], self._revision(found[1], found[2])) if found else ("", "")
-        if key not in self.server.files:
+        if refs:
+            names = [revision for known, revision in self.server.files if known == refs[1]]
+            listed = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": n} for n in names]
+            self._answer(200, {"branches": listed, "converts": [], "tags": []})
+        elif key not in self.server.files:
             known = {repository for repository, _ in self.server.files}
             code = "RevisionNotFound" if found and found[1] in known else "RepoNotFound"
             self._answer(404, {"error": "no"}, {"X-Error-Code": code})
         elif about and "/tree/" in path:
             files = self.server.files[key]
-            listed = [{"type": "file", "path": f, "size": len(files[f]), "oid": f} for f in files]
-            self._answer(200, listed)
+            found_files = [
+                {"type": "file", "path": f, "size": len(files[f]), "oid": f} for f in files
+            ]
+            self._answer(200, found_files)
         elif about:
             siblings = [{"rfilename": name} for name in self.server.files[key]]
             self._answer(200, {"id": key[0], "sha": _commit(key[1]), "siblings": siblings})

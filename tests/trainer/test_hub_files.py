@@ -61,8 +61,10 @@ def test_a_folder_of_a_dataset_is_fetched_without_its_pickles(hub: Hub) -> None:
 def test_a_file_that_is_not_there_is_answered_with_the_one_that_is(hub: Hub) -> None:
     with pytest.raises(ConfigurationError, match=r"holds no fin.safetensors; did you mean 'fine\."):
         resolve_input("hf://org/models/fin.safetensors", {}, content="model")
-    with pytest.raises(ConfigurationError, match="has no revision v2"):
+    with pytest.raises(ConfigurationError, match=r"has no revision v2; known here: main, v1"):
         resolve_input("hf://org/models/fine.safetensors@v2", {}, content="model")
+    with pytest.raises(ConfigurationError, match=r"has no revision mian; did you mean 'main'\?"):
+        resolve_input("hf://org/models@mian", {}, content="model")
     assert bodies(hub) == []
 
 

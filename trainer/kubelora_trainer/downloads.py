@@ -89,7 +89,7 @@ def download_hub(place: Place, content: Content, variant: str | None) -> Path:
     except errors.GatedRepoError:
         problem = "asks for its terms to be accepted: do so on its page and set HF_TOKEN"
     except errors.RevisionNotFoundError:
-        problem = f"has no revision {revision}: correct what follows the @"
+        problem = f"has no revision {revision}{_known_revisions(place, content)}"
         if PurePosixPath(revision or "").suffix:
             problem += " (a file stands before it: hf://org/repo/file@revision)"
     except errors.RepositoryNotFoundError:
@@ -106,6 +106,17 @@ def download_hub(place: Place, content: Content, variant: str | None) -> Path:
     raise ConfigurationError(f"{place.name} {problem}.")
 
 
+def _known_revisions(place: Place, content: Content) -> str:
+    """The branch or tag that was meant, or those that there are."""
+    from huggingface_hub import HfApi
+
+    try:
+        refs = HfApi().list_repo_refs(place.root, repo_type=_kind(content))
+    except Exception:  # a comfort: the refusal stands without it
+        return ": correct what follows the @"
+    return suggestion(place.revision or "", [ref.name for ref in (*refs.branches, *refs.tags)])
+
+
 def _kind(content: Content) -> Literal["dataset", "model"]:
     return "dataset" if content == "dataset" else "model"
 
@@ -118,6 +129,8 @@ def _below(path: str, patterns: list[str] | None) -> list[str] | None:
     """What to fetch of a whole repository, of a folder in it, or of one file."""
     if not path:
         return patterns
+    if PurePosixPath(path).suffix in (".safetensors", ".parquet", ".arrow"):
+        return [path]
     return [path, *(f"{path}/{pattern}" for pattern in patterns or ["*"])]
 
 
