@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Final, Literal
 
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from kubelora_api.names import ExitCode
@@ -149,6 +150,8 @@ def sentence_of(end: RankEnd, size: int) -> str:
 
 def _rank(local_rank: int, work: Work, layout: Layout, port: int) -> None:
     """A rank's process, from its first breath to its exit code."""
+    # It would not hear a gentler signal while it waits for another rank in a collective.
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     stop = RankStopRequest()
     stop.install()
     seat = seat_of(layout, local_rank, port)
