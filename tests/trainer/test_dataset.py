@@ -241,6 +241,19 @@ def test_captions_in_a_form_that_is_not_read_are_refused_unless_there_are_others
     assert _skipping(tmp_path)[0] == {"a.png": "a bottle"}
 
 
+def test_a_caption_whose_image_is_not_there_is_told(tmp_path: Path) -> None:
+    _image(tmp_path / "a.png")
+    for name in ("a.txt", "a.png.caption", "sub/b.txt", "c.jpg.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a bottle")
+    _, report = _skipping(tmp_path)
+    assert (report.found, report.used, report.other_files) == (1, 1, 0)
+    assert report.notes == tuple(
+        Remark(name, "caption without an image", "", "not used")
+        for name in ("c.jpg.txt", "sub/b.txt")
+    )
+
+
 def test_small_images_are_upscaled_and_empty_captions_kept_and_both_are_noted(
     tmp_path: Path,
 ) -> None:

@@ -140,6 +140,16 @@ def test_an_emoji_is_read_from_yaml_and_from_both_spellings_of_json(job: Path) -
     assert apply_settings({}, [r'a="\ud83d\ude00"']) == {"a": "😀"}
 
 
+def test_json_indented_by_tabs_is_read_and_keeps_its_lines(job: Path) -> None:
+    document = yaml.safe_load(JOB.replace("1e-4", "0.0001"))
+    job.write_text(json.dumps(document, indent="\t"))
+    assert read_job(str(job)).metadata.name == "bottles"
+    line = next(n for n, text in enumerate(job.read_text().split("\n"), 1) if '"rank"' in text)
+    path = edited(job, '"rank": 64', '"rank": 0')
+    with pytest.raises(ConfigurationError, match=rf"job\.yaml:{line}: spec\.adapter\.rank"):
+        read_job(path)
+
+
 def test_empty_documents_are_left_out(job: Path) -> None:
     """A template that rendered nothing leaves them."""
     job.write_text(f"---\n---\n{JOB}---\n---\n# the end\n")

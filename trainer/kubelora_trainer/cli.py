@@ -245,3 +245,7 @@ def parse_attempt(text: str | None) -> int | None:
             f"{names.ENV_ATTEMPT} must be a whole number from 1, found {text!r}"
         )
     return int(text)
+
+
+if __name__ == "__main__":
+    main(prog_name="kubelora")

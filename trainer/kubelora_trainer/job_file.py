@@ -236,13 +236,20 @@ def _read(path: str) -> str:
         raw = sys.stdin.buffer.read(_MAX_BYTES + 1) if path == "-" else _read_file(Path(path))
         if len(raw) > _MAX_BYTES:
             raise ConfigurationError(f"{path}: larger than 3 MiB, so not a job file")
-        return raw.decode()
+        return _without_tabs(raw.decode())
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: not UTF-8 at byte {error.start}") from None
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: no such file or directory{nearby(Path(path))}") from None
     except OSError as error:
         raise ConfigurationError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _without_tabs(text: str) -> str:
+    """JSON may be indented by tabs, which YAML takes for an error."""
+    if not text.lstrip("\ufeff \t\r\n").startswith("{"):
+        return text
+    return re.sub(r"^[ \t]+", lambda indent: " " * len(indent[0]), text, flags=re.MULTILINE)
 
 
 def _read_file(path: Path) -> bytes:

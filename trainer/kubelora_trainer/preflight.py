@@ -200,12 +200,14 @@ def preflight(
     """
     sizes = training_sizes(settings)
     work: list[tuple[_Judge, Path]] = []
-    others = 0
+    others, orphans = 0, list[Remark]()
     for source in (SourceFolder(folder, repeats=settings.repeats), *extra):
-        images, listing, unknown = _images_of(source, settings)
+        files = sorted(files_below(_existing(source)))
+        images, listing = _images_of(files, source, settings)
         judge = _Judge(source, settings, sizes, listing, limits)
         work += [(judge, image) for image in images]
-        others += unknown
+        others += _others(files, images)
+        orphans += _orphans(files, images, source)
     judged: list[_Judged] = []
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         try:
@@ -217,18 +219,20 @@ def preflight(
             raise
     judged = _mark_duplicates(judged, settings.on_duplicate)
     samples = tuple(one.sample for one in judged if one.sample)
-    return samples, _report(folder, settings.resolution, judged, others)
+    return samples, _report(folder, settings.resolution, judged, others, orphans)
+
+
+def _existing(source: SourceFolder) -> Path:
+    if not source.folder.is_dir():
+        raise ConfigurationError(f"The dataset {source.folder} is no folder: see {source.field}.")
+    return source.folder
 
 
 def _images_of(
-    source: SourceFolder, settings: dataset_spec.Dataset
-) -> tuple[list[Path], Listing, int]:
-    """Images below a source's folder, what metadata says of them, and how many other files."""
+    files: list[Path], source: SourceFolder, settings: dataset_spec.Dataset
+) -> tuple[list[Path], Listing]:
+    """Images among a source's files, and what metadata says of them."""
     folder = source.folder
-    where = "dataset.extraSources" if source.label else "dataset.uri"
-    if not folder.is_dir():
-        raise ConfigurationError(f"The dataset {folder} is no folder: see {where}.")
-    files = sorted(files_below(folder))
     beside: dict[Path, list[str]] = {}
     for file in files:
         beside.setdefault(file.parent, []).append(file.name)
@@ -242,9 +246,9 @@ def _images_of(
     if not images:
         raise ConfigurationError(
             f"The dataset {folder} holds no images ({len(files)} files of other kinds): see "
-            f"{where}."
+            f"{source.field}."
         )
-    return images, listing, _others(files, images)
+    return images, listing
 
 
 def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
@@ -298,12 +302,26 @@ def _others(files: list[Path], images: list[Path]) -> int:
     )
 
 
+def _orphans(files: list[Path], images: list[Path], source: SourceFolder) -> Iterator[Remark]:
+    """Captions whose image may have been lost on the way here."""
+    known = {image.with_suffix("") for image in images} | set(images)
+    for file in files:
+        if file.suffix in SUFFIXES and file.with_suffix("") not in known:
+            name = printable(file.relative_to(source.folder).as_posix())
+            where = f"{source.label}/{name}" if source.label else name
+            yield Remark(where, "caption without an image", "", "not used")
+
+
 def _report(
-    folder: Path, resolution: int, judged: list[_Judged], other_files: int
+    folder: Path,
+    resolution: int,
+    judged: list[_Judged],
+    other_files: int,
+    orphans: Sequence[Remark],
 ) -> PreflightReport:
     samples = [one.sample for one in judged if one.sample]
     skipped = tuple(one.problem for one in judged if one.problem)
-    notes = tuple(note for one in judged for note in one.notes)
+    notes = (*(note for one in judged for note in one.notes), *orphans)
     found = Counter(one.category for one in judged)
     used = Counter(sample.category for sample in samples)
     found_in = Counter(one.source or str(folder) for one in judged)

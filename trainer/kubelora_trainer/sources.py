@@ -25,6 +25,11 @@ class SourceFolder:
     caption: str | None = None
     use_prefix: bool = True
 
+    @property
+    def field(self) -> str:
+        """The job's field that names the folder."""
+        return "dataset.extraSources" if self.label else "dataset.uri"
+
 
 def open_folder(uri: str, columns: dataset_spec.Columns, mounts: Mapping[str, Path]) -> Path:
     """The place as a folder of images; tables are unpacked. Raises ConfigurationError."""
