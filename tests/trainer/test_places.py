@@ -192,5 +192,7 @@ def test_a_bucket_needs_s3fs_and_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     import sys
 
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    known = sys.modules["fsspec.registry"]._registry  # the module's name is taken by a mapping
+    monkeypatch.delitem(known, "s3", raising=False)
     with pytest.raises(ConfigurationError, match="pip install s3fs"):
         download_bucket("s3://bucket/prefix", tmp_path)
