@@ -396,6 +396,15 @@ LATENTS_UNSCALED: Final = Event(
     reason="A scaling_factor is what brings latents to a deviation of 1 (Rombach et al. 2022, "
     "app. G), of which a category's own may be twice that. Without SDXL's 0.13 they read 7.7.",
 )
+DRAWS_REPEATED: Final = Event(
+    finding="DrawsRepeated",
+    severity="critical",
+    quantity="samples in a row with one timestep, or with one noise",
+    limit=16,
+    sentence="Each sample must have a timestep and noise of its own: a generator begins anew each "
+    "time, or a draw is rounded away. Stop the run: it learns a single point.",
+    reason="Of 1,000 timesteps the same one comes sixteen times in a row with a chance of 1e-45.",
+)
 BASELINE_DEPARTURE: Final = Event(
     finding="BaselineDeparture",
     severity="critical",
@@ -407,7 +416,13 @@ BASELINE_DEPARTURE: Final = Event(
     "of 2 and four deviations. A rate cut to a third shows as 0.3 in lora_A from the first bins "
     "on, while the loss stays within 2 %.",
 )
-EVENTS: Final = (ROLLED_BACK, LATENTS_CONSTANT, LATENTS_UNSCALED, BASELINE_DEPARTURE)
+EVENTS: Final = (
+    ROLLED_BACK,
+    LATENTS_CONSTANT,
+    LATENTS_UNSCALED,
+    DRAWS_REPEATED,
+    BASELINE_DEPARTURE,
+)
 
 FINDINGS: Final[tuple[Threshold | Event, ...]] = (*THRESHOLDS, *EVENTS)
 """Everything that can be found."""

@@ -130,8 +130,9 @@ FAULTS: tuple[Fault, ...] = (
             dataset={"crop": "center"},
             adapter={"rank": 4, "targetPatterns": ["mid_block.*attn.*to_.*"]},  # for speed alone
         ),
-        # Sums of both factors are off by 5 %, each in its own way, and the identity with them.
-        frozenset({"GradientImbalance"}),
+        # Sums of both factors are off by 5 %, each in its own way, and the identity with them. What
+        # makes them coherent is one draw for all.
+        frozenset({"GradientImbalance", "DrawsRepeated"}),
     ),
     *(
         Fault(
@@ -359,5 +360,12 @@ FAULTS: tuple[Fault, ...] = (
         "LatentsUnscaled",
         5,
         run_with(around=broken.latents_not_scaled, dataset={"crop": "center"}),
+    ),
+    Fault(  # two samples a step
+        27,
+        "timesteps stuck at one value",
+        "DrawsRepeated",
+        9,
+        run_with(around=broken.one_timestep),
     ),
 )

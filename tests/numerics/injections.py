@@ -164,6 +164,18 @@ def one_draw() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def one_timestep() -> Iterator[None]:
+    """The timestep is drawn once and for all."""
+    real = SampleOrder.samples_of
+
+    def stuck(order: SampleOrder, micro_step: int) -> tuple[SampleDraw, ...]:
+        return tuple(replace(draw, timestep=0.5) for draw in real(order, micro_step))
+
+    with patch.object(SampleOrder, "samples_of", stuck):
+        yield
+
+
 def second_moment_in(dtype: torch.dtype) -> Injection:
     """The optimizer keeps its second moment in ``dtype``."""
 

@@ -26,6 +26,7 @@ from kubelora_trainer.images import SizeConditions
 from kubelora_trainer.latents import LatentSource, normal
 from kubelora_trainer.loss_weights import mean_errors, timestep_weights
 from kubelora_trainer.order import WHOLE, SampleDraw, Share
+from kubelora_trainer.repeated_draws import RepeatedDraws
 from kubelora_trainer.text import TextConditions
 from kubelora_trainer.to_device import to_device
 
@@ -86,6 +87,7 @@ class SdxlObjective:
         self._text = TextConditions(base, cache.text, trained=bool(spec.adapter.text_encoders))
         self._share = share
         accumulation = spec.training.gradient_accumulation
+        self._draws = RepeatedDraws()
         self._latents = LatentSource(
             base, dataset, self.order, cache.latents, lambda m: share.after(m, accumulation)
         )
@@ -112,7 +114,7 @@ class SdxlObjective:
 
     def findings(self, step: int) -> tuple[Finding, ...]:
         """What is wrong with the data, as known in ``step``."""
-        return self._latents.spread.findings(step)
+        return (*self._latents.spread.findings(step), *self._draws.findings(step))
 
     def close(self) -> None:
         """End the reading thread."""
@@ -151,11 +153,13 @@ class SdxlObjective:
         device, schedule = self._base.device, self._base.noise_scheduler
         drawn = self._latents.of(micro_step, draws)
         latents = drawn.values
-        noise = to_device(
-            torch.stack([self._noise(draw, latents.shape[1:]) for draw in draws]), device
-        )
+        noises = torch.stack([self._noise(draw, latents.shape[1:]) for draw in draws])
+        noise = to_device(noises, device)
         levels = schedule.config.num_train_timesteps
-        steps = to_device(torch.tensor([int(draw.timestep * levels) for draw in draws]), device)
+        timesteps = [int(draw.timestep * levels) for draw in draws]
+        steps = to_device(torch.tensor(timesteps), device)
+        first = noises.flatten(1)[:, 0].tolist()
+        self._draws.observe(micro_step, {"timestep": timesteps, "noise": first})
         prediction = schedule.config.prediction_type
         if prediction == "v_prediction":
             target = schedule.get_velocity(latents, noise, steps)

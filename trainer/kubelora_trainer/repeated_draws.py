@@ -1,0 +1,55 @@
+"""Whether timesteps and noise are drawn anew for each sample.
+
+A generator that is seeded with the same number each time, or a timestep that is rounded away,
+trains a single point of what the model must know: gradients obey every law, and the loss falls
+faster than it should. Chance does not repeat itself sixteen times.
+"""
+
+from collections.abc import Sequence
+
+from kubelora_api.status import Finding
+from kubelora_api.thresholds import DRAWS_REPEATED
+
+_LIMIT = int(DRAWS_REPEATED.limit or 0)
+
+
+class RepeatedDraws:
+    """Counts, over the samples in the order of training, how often a draw was that before it."""
+
+    def __init__(self) -> None:
+        self._micro_step: int | None = None
+        self._last: dict[str, float] = {}
+        self._in_a_row: dict[str, int] = {}
+        self._worst: tuple[int, str] = (0, "")
+
+    def observe(self, micro_step: int, drawn: dict[str, Sequence[float]]) -> None:
+        """Note a micro-step's draws, by what they are of: a number of each of its samples.
+
+        A micro-step that is asked for once more (a compiled one is compared) is no repetition.
+        """
+        if micro_step == self._micro_step:
+            return
+        self._micro_step = micro_step
+        for what, values in drawn.items():
+            for value in values:
+                again = self._last.get(what) == value
+                self._in_a_row[what] = self._in_a_row.get(what, 0) + 1 if again else 1
+                self._last[what] = value
+            self._worst = max(self._worst, (self._in_a_row[what], what))
+
+    def findings(self, step: int) -> tuple[Finding, ...]:
+        """What was the same for too long, as known in ``step``."""
+        count, what = self._worst
+        if count < _LIMIT:
+            return ()
+        return (
+            Finding(
+                name=DRAWS_REPEATED.finding,
+                severity=DRAWS_REPEATED.severity,
+                value=count,
+                threshold=_LIMIT,
+                since_step=step,
+                message=f"The {what} of {count} samples in a row was the same. "
+                f"{DRAWS_REPEATED.sentence}",
+            ),
+        )
