@@ -25,6 +25,10 @@ from kubelora_trainer.sources import SourceFolder
 
 CENTER = 0.5
 """A cut at half the way lies in the middle."""
+_LEAVE_ALONE = (
+    "Leave the dataset alone during a run; once it is put back, the run goes on from its last "
+    "checkpoint."
+)
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,12 @@ class Dataset:
         try:
             decoded = decode_image(entry.path, self.settings.background, self.settings.alpha)
         except BadImageError as error:
-            raise ConfigurationError(f"{entry.path} passed preflight, but now {error}.") from error
+            raise ConfigurationError(
+                f"{entry.path} passed preflight, but now {error}. {_LEAVE_ALONE}"
+            ) from error
         if decoded.sha256 != entry.sha256:
             raise ConfigurationError(
-                f"{entry.path} is another file now than in preflight: leave the dataset alone "
-                "during a run."
+                f"{entry.path} is another file now than in preflight. {_LEAVE_ALONE}"
             )
         return cut_image(
             decoded.image,
