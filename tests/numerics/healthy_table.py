@@ -173,8 +173,8 @@ HEALTHY: tuple[Healthy, ...] = (
     ),
     vary("DoRA, rate 1e-5", adapter={"dora": True}, training={"learningRate": 1e-5}),
     vary(
-        "DoRA, prodigy",
-        adapter={"dora": True},
+        "DoRA, prodigy, rank 64",
+        adapter={"dora": True, "rank": 64},
         training={"optimizer": {"name": "prodigy"}, "learningRate": 1.0, "steps": 24},
     ),
     vary("DoRA, empty captions", photographs=Photographs(captions=False), adapter={"dora": True}),
