@@ -119,7 +119,13 @@ def adapter_on_cuda(base: BaseModel, spec: Adapter) -> tuple[AdapterModule, ...]
     for model in (base.unet, base.vae, *base.text_encoders):
         moved(model, new)
     return tuple(
-        replace(one, lora_a=new[id(one.lora_a)], lora_b=new[id(one.lora_b)]) for one in modules
+        replace(
+            one,
+            lora_a=new[id(one.lora_a)],
+            lora_b=new[id(one.lora_b)],
+            magnitude=None if one.magnitude is None else new[id(one.magnitude)],
+        )
+        for one in modules
     )
 
 
@@ -202,6 +208,7 @@ RUNS: dict[str, dict[str, dict[str, object]]] = {
         "dataset": {"crop": "random", "buckets": {}, "alpha": "mask"},
     },
     "dropout, convolutions": {"adapter": {"dropout": 0.1, "targets": "all"}},
+    "DoRA": {"adapter": {"dora": True, "targets": "all"}},
     "text encoders": {"adapter": {"textEncoders": ["text_encoder", "text_encoder_2"]}},
     "gradient checkpointing": {"training": {"gradientCheckpointing": True}},
     "fp16": {"precision": {"compute": "fp16"}},
