@@ -233,7 +233,23 @@ def _loss_ratio(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values
 
 
 def _change(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
-    return {g: n.update_rms for g, n in numbers.groups.items()}
+    sizes = _fresh_sizes(facts)
+    return {
+        group: n.update_rms / sizes.get(group.rpartition(".")[0], math.nan)
+        for group, n in numbers.groups.items()
+    }
+
+
+def _fresh_sizes(facts: RunFacts) -> Mapping[str, float]:
+    """By block: root mean square of lora_A as peft begins it, uniform up to 1 / sqrt(inputs)."""
+    squares: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for factor in facts.factors:
+        block, _, kind = factor.group.rpartition(".")
+        if kind == DOWN:  # rank x inputs numbers of 1 / (3 * inputs)
+            squares[block] = squares.get(block, 0.0) + factor.rank / 3
+            counts[block] = counts.get(block, 0) + factor.numel
+    return {block: math.sqrt(squares[block] / counts[block]) for block in squares}
 
 
 def _clipping(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
