@@ -9,9 +9,10 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from kubelora_trainer.heavy_imports import import_heavy_libraries
 
@@ -28,6 +29,8 @@ from benchmarks.sdxl_pipeline import PHOTOGRAPHS
 from kubelora_trainer.heavy_imports import not_found
 
 GIB = 2**30
+LOSSY = {"accumulator": "bf16", "allowLossyPrecision": True}
+Loop = TypeVar("Loop", OurLoop, ReferenceLoop)
 
 
 @dataclass(frozen=True)
@@ -42,24 +45,29 @@ class Setting:
     rounds: int
 
 
-class Side:
-    """A loop, and the memory that its tensors take on the device."""
+@dataclass(frozen=True)
+class Built(Generic[Loop]):
+    """A loop, and the bytes that it keeps on the device between its steps."""
 
-    def __init__(self, loop: OurLoop | ReferenceLoop, before: int, steps: int, cuda: bool) -> None:
-        """before: bytes on the device before the loop was built. steps: first ones, taken here."""
-        self.loop, self._cuda, self.peak = loop, cuda, 0
-        for _ in range(steps):
-            loop.step()
-        self._own = torch.cuda.memory_allocated() - before if cuda else 0
+    loop: Loop
+    own: int
+
+
+class Side:
+    """One way to make steps. peak: the most bytes of tensors meanwhile, other loops' left out."""
+
+    def __init__(self, make_step: Callable[[], None], own: int, cuda: bool) -> None:
+        """own: what its loop keeps on the device."""
+        self._make_step, self._own, self._cuda, self.peak = make_step, own, cuda, 0
 
     def step(self) -> None:
         """One optimizer step."""
         if not self._cuda:
-            self.loop.step()
+            self._make_step()
             return
         torch.cuda.reset_peak_memory_stats()
         others = torch.cuda.memory_allocated() - self._own
-        self.loop.step()
+        self._make_step()
         torch.cuda.synchronize()
         self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others)
 
@@ -67,13 +75,15 @@ class Side:
 def measure_row(row: Row, setting: Setting, output: Path) -> RowNumbers:
     """Numbers of one row. Raises torch.OutOfMemoryError where the device has too little."""
     cuda = setting.device == "cuda"
-    images = row.batch * setting.accumulation
-    first_steps = 1 + -(-PHOTOGRAPHS // images)  # every photograph has been encoded by then
-    sides: dict[str, Side] = {}
-    for name in SIDES:
-        say(f"{row.name}: {name} ({SIDES[name]}) is built")
-        before = torch.cuda.memory_allocated() if cuda else 0
-        sides[name] = Side(_loop(name, row, setting, output / name), before, first_steps, cuda)
+    ours = _built(row, setting, "a", lambda: _ours(row, setting, output / "a", {}))
+    reference = _built(row, setting, "c", lambda: _reference(row, setting))
+    lossy = _built(row, setting, "d", lambda: _ours(row, setting, output / "d", LOSSY))
+    sides = {
+        "a": Side(ours.loop.step, ours.own, cuda),
+        "b": Side(ours.loop.step_without_telemetry, ours.own, cuda),
+        "c": Side(reference.loop.step, reference.own, cuda),
+        "d": Side(lossy.loop.step_without_telemetry, lossy.own, cuda),
+    }
     say(f"{row.name}: {setting.rounds} rounds")
     times = measure_rounds(
         {name: side.step for name, side in sides.items()},
@@ -81,9 +91,9 @@ def measure_row(row: Row, setting: Setting, output: Path) -> RowNumbers:
         warm_up=1,
         clock=synchronised if cuda else time.process_time,
     )
-    for side in sides.values():
-        if isinstance(side.loop, OurLoop):
-            side.loop.close()
+    compiled = {"c": reference.loop.compiled, "d": lossy.loop.compiled}
+    ours.loop.close()
+    lossy.loop.close()
     return RowNumbers(
         row=row.name,
         device=torch.cuda.get_device_name().replace(" ", "-") if cuda else "cpu",
@@ -91,9 +101,9 @@ def measure_row(row: Row, setting: Setting, output: Path) -> RowNumbers:
         sides={
             name: SideNumbers(
                 seconds=(mean := statistics.fmean(times[name])),
-                images_per_second=images / mean,
+                images_per_second=row.batch * setting.accumulation / mean,
                 peak_gib=side.peak / GIB if cuda else None,
-                compiled=side.loop.compiled,
+                compiled=compiled.get(name, ours.loop.compiled),
             )
             for name, side in sides.items()
         },
@@ -103,28 +113,38 @@ def measure_row(row: Row, setting: Setting, output: Path) -> RowNumbers:
     )
 
 
-def _loop(name: str, row: Row, setting: Setting, output: Path) -> OurLoop | ReferenceLoop:
-    model, photos = setting.folder / "model", setting.folder / "photos"
-    if name == "c":
-        with not_found(NOT_REQUIRED):
-            return ReferenceLoop(
-                model,
-                photos,
-                rank=setting.rank,
-                accumulation=setting.accumulation,
-                edge=setting.edge,
-                rate=1e-4,
-                batch=row.batch,
-                device=setting.device,
-                checkpointing=row.checkpointing,
-                compiled=row.compiled,
-            )
-    lossy = {"accumulator": "bf16", "allowLossyPrecision": True}
+def _built(row: Row, setting: Setting, name: str, build: Callable[[], Loop]) -> Built[Loop]:
+    """The loop of a side, once every photograph has been encoded and every kernel been chosen."""
+    say(f"{row.name}: {name} ({SIDES[name]}) is built")
+    cuda = setting.device == "cuda"
+    before = torch.cuda.memory_allocated() if cuda else 0
+    loop = build()
+    for _ in range(1 + -(-PHOTOGRAPHS // (row.batch * setting.accumulation))):
+        loop.step()
+    return Built(loop, torch.cuda.memory_allocated() - before if cuda else 0)
+
+
+def _reference(row: Row, setting: Setting) -> ReferenceLoop:
+    with not_found(NOT_REQUIRED):
+        return ReferenceLoop(
+            setting.folder / "model",
+            setting.folder / "photos",
+            rank=setting.rank,
+            accumulation=setting.accumulation,
+            edge=setting.edge,
+            rate=1e-4,
+            batch=row.batch,
+            device=setting.device,
+            checkpointing=row.checkpointing,
+            compiled=row.compiled,
+        )
+
+
+def _ours(row: Row, setting: Setting, output: Path, precision: Mapping[str, Any]) -> OurLoop:
     return OurLoop(
-        model,
-        photos,
+        setting.folder / "model",
+        setting.folder / "photos",
         output,
-        telemetry=name == "a",
         rank=setting.rank,
         accumulation=setting.accumulation,
         more={
@@ -135,7 +155,7 @@ def _loop(name: str, row: Row, setting: Setting, output: Path) -> OurLoop | Refe
                 "gradientCheckpointing": row.checkpointing,
                 "compile": row.compiled,
             },
-            "precision": lossy if name == "d" else {},
+            "precision": precision,
         },
     )
 

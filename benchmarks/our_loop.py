@@ -1,9 +1,10 @@
 """This trainer as `kubelora train` puts it together, one optimizer step a call.
 
-Two ways: with telemetry and all that it feeds (watchdog, metrics, status, run log, progress), or
-with neither: then the gradient's norm alone is computed, for clipping. `main` trains a few steps
-and prints its peak memory, the writing of the run log included; heavy_imports comes first, as in
-the command.
+Two ways to make a step: with telemetry and all that it feeds (watchdog, metrics, status, run log,
+progress), or with neither: then the gradient's norm alone is computed, for clipping. One loop does
+both, on the same tensors: two loops of one kind differ by a few per cent in time, by nothing but
+where their memory lies. `main` trains a few steps and prints its peak memory, the writing of the
+run log included; heavy_imports comes first, as in the command.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Semaphore, Thread
-from typing import Any
+from typing import Any, cast
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -52,7 +53,6 @@ class OurLoop:
         photos: Path,
         output: Path,
         *,
-        telemetry: bool,
         rank: int = 8,
         accumulation: int = 4,
         more: Mapping[str, Mapping[str, Any]] | None = None,
@@ -73,8 +73,7 @@ class OurLoop:
         self._material = open_material(spec, {}, folder, lambda sentence: None)
         learner = open_learner(run, self._material)
         self.buffers = buffers = learner.buffers
-        if not telemetry:
-            _unhook(buffers)
+        self._hooks = _hooks_of(buffers)
         self.position = RunPosition()
         self._run_log = RunLog(folder, buffers.slots, 0, print)
         reporter = Reporter(
@@ -88,14 +87,16 @@ class OurLoop:
             first_gradients=FirstGradients(buffers.slots, 0),
             position=self.position,
         )
+        self._telemetry = ByTurns(learner.telemetry, NormAlone(buffers))
+        self._reporter = ByTurns(reporter, Silent())
         self._parts = Parts(
             training=spec.training,
             plan=plan_of(spec.training, self._material.objective.order),
             objective=self._material.objective,
             buffers=buffers,
             optimizer=learner.optimizer,
-            telemetry=learner.telemetry if telemetry else NormAlone(buffers),
-            reporter=reporter if telemetry else Silent(),
+            telemetry=cast(GradientTelemetry, self._telemetry),
+            reporter=cast(Reporter, self._reporter),
         )
         self._go, self._done, self._leave = Semaphore(0), Semaphore(0), False
         self._trainer = Thread(target=self._train, daemon=True)
@@ -123,7 +124,20 @@ class OurLoop:
         self._go.acquire()
 
     def step(self) -> None:
-        """A window of micro-batches, one update, the report of the step before."""
+        """A window of micro-batches, one update, the report of the last step that was measured."""
+        self._telemetry.first, self._reporter.first = True, True
+        self._make_step()
+
+    def step_without_telemetry(self) -> None:
+        """A window of micro-batches, one update."""
+        self._telemetry.first, self._reporter.first = False, False
+        for hooks, _ in self._hooks:
+            hooks.clear()
+        self._make_step()
+        for hooks, usual in self._hooks:
+            hooks.update(usual)
+
+    def _make_step(self) -> None:
         before = self.position.step
         self._go.release()
         self._done.acquire()
@@ -137,7 +151,7 @@ class OurLoop:
 
     @property
     def told(self) -> int:
-        """Last step that the status tells of; 0 without telemetry."""
+        """Last step that the status tells of."""
         return self._exporter.report.step or 0
 
     def close(self) -> None:
@@ -150,12 +164,20 @@ class OurLoop:
         self._exporter.close()
 
 
-def _unhook(buffers: AdapterBuffers) -> None:
-    """Take off the hooks by which telemetry counts backward passes."""
-    for slot in buffers.slots:
-        hooks = slot.factor.parameter._post_accumulate_grad_hooks
-        if hooks:
-            hooks.clear()
+def _hooks_of(buffers: AdapterBuffers) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """The hooks by which telemetry counts backward passes: torch's own tables, and copies."""
+    tables = [slot.factor.parameter._post_accumulate_grad_hooks for slot in buffers.slots]
+    return [(table, dict(table)) for table in tables if table]
+
+
+class ByTurns:
+    """Stands for one of two parts. first: whether for the first one."""
+
+    def __init__(self, one: object, other: object) -> None:
+        self._one, self._other, self.first = one, other, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._one if self.first else self._other, name)
 
 
 class NormAlone(GradientTelemetry):
@@ -208,7 +230,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as output:
-        loop = OurLoop(given.model, given.photos, Path(output), telemetry=True)
+        loop = OurLoop(given.model, given.photos, Path(output))
         for _ in range(given.steps):
             loop.step()
         loop.close()

@@ -77,14 +77,12 @@ def _steps(model: Path, photos: Path, folder: Path, rounds: int) -> tuple[Ratio,
     from benchmarks.reference_loop import NOT_REQUIRED, ReferenceLoop
 
     torch.set_num_threads(1)
-    with_telemetry = OurLoop(model, photos, folder / "a", telemetry=True)
-    without = OurLoop(model, photos, folder / "b", telemetry=False)
+    ours = OurLoop(model, photos, folder / "a")
     with not_found(NOT_REQUIRED):
         reference = ReferenceLoop(model, photos, rank=8, accumulation=4, edge=64, rate=1e-4)
-    sides = {"a": with_telemetry.step, "b": without.step, "c": reference.step}
+    sides = {"a": ours.step, "b": ours.step_without_telemetry, "c": reference.step}
     times = measure_rounds(sides, rounds, warm_up=min(10, rounds))
-    with_telemetry.close()
-    without.close()
+    ours.close()
     for name, seconds in times.items():
         say(f"  {name}: {1000 * statistics.fmean(seconds):.1f} ms a step on average")
     return ratio_of(times["c"], times["a"]), ratio_of(times["a"], times["b"])

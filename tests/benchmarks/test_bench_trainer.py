@@ -59,22 +59,43 @@ def test_the_ratio_is_of_the_means_and_its_interval_is_that_of_whole_rounds() ->
         ratio_of([1.0], [1.0, 2.0])
 
 
-@pytest.mark.parametrize("telemetry", [True, False])
-def test_our_loop_trains_with_and_without_telemetry(
-    demo: DemoPaths, tmp_path: Path, telemetry: bool
+def test_one_loop_trains_with_and_without_telemetry_by_turns(
+    demo: DemoPaths, tmp_path: Path
 ) -> None:
-    loop = OurLoop(demo.model, demo.photos, tmp_path / "out", telemetry=telemetry)
-    parameters = [slot.factor.parameter for slot in loop.buffers.slots]
-    assert any(p._post_accumulate_grad_hooks for p in parameters) == telemetry
-    before = loop.buffers.masters.clone()
-    for _ in range(3):
-        loop.step()
+    loop = OurLoop(demo.model, demo.photos, tmp_path / "out")
+    begun = loop.buffers.masters.clone()
+    told, moved = [], []
+    for make_step in (loop.step, loop.step_without_telemetry, loop.step, loop.step):
+        before = loop.buffers.masters.clone()
+        make_step()
+        told.append(loop.told)
+        moved.append(not torch.equal(loop.buffers.masters, before))
     loop.close()
-    assert loop.position.step == 3
-    assert loop.position.micro_step == 12
-    moved = (loop.buffers.masters != before).double().mean()
-    assert moved > 0.9
-    assert loop.told == (3 if telemetry else 0)
+    assert loop.position.step == 4
+    assert loop.position.micro_step == 16
+    assert moved == [True] * 4
+    assert told == [0, 0, 1, 3]  # numbers are told with the next step that is measured
+    assert (loop.buffers.masters != begun).double().mean() > 0.9
+
+
+def test_a_step_without_telemetry_calls_no_hook_and_gives_the_same_weights(
+    demo: DemoPaths, tmp_path: Path
+) -> None:
+    weights = []
+    for number, measured in enumerate((True, False)):
+        loop = OurLoop(demo.model, demo.photos, tmp_path / str(number))
+        hooked = [
+            hooks
+            for slot in loop.buffers.slots
+            if (hooks := slot.factor.parameter._post_accumulate_grad_hooks)
+        ]
+        calls: list[int] = []
+        hooked[0][-1] = lambda parameter, calls=calls: calls.append(1)
+        loop.step() if measured else loop.step_without_telemetry()
+        assert len(calls) == (4 if measured else 0)
+        weights.append(loop.buffers.masters.clone())
+        loop.close()
+    assert torch.equal(*weights)
 
 
 def test_the_reference_trains_in_fp32_under_autocast(demo: DemoPaths) -> None:
