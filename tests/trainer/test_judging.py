@@ -15,6 +15,7 @@ from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.health import WatchState, from_json, observe, resumed, to_json
 from kubelora_trainer.judging import FactorFacts, Memory, RunFacts, at_resume, facts_of, values_of
 from kubelora_trainer.precision import PrecisionPlan
+from kubelora_trainer.precision import MAGNITUDE
 from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 
 A, B, E = "down.lora_A", "down.lora_B", "embed.lora_A"
@@ -89,13 +90,13 @@ def test_layers_that_read_the_text_are_no_dead_modules_where_they_are_all_silent
     assert value(thresholds.DEAD_MODULES, another) == 1.0
 
 
-def test_a_silent_dora_that_reads_the_text_is_one_module_of_three_factors() -> None:
-    magnitude = FactorFacts("down.lora_magnitude_vector", 20, True)
-    facts = replace(FACTS, factors=(*FACTS.factors, magnitude))
-    silent = replace(STEP, dead_modules=1, factor_norms=[1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+def test_silent_doras_that_read_the_text_are_modules_of_three_factors() -> None:
+    dora = [FactorFacts(f"down.{name}", 20, True) for name in ("lora_A", "lora_B", MAGNITUDE)]
+    facts = replace(FACTS, factors=(*FACTS.factors[:2], *dora, *dora))  # two of them
+    silent = replace(STEP, dead_modules=2, factor_norms=[1.0, 1.0, *[0.0] * 6])
     assert math.isnan(value(thresholds.DEAD_MODULES, silent, facts=facts))
-    another = replace(silent, factor_norms=[0.0, 1.0, 0.0, 0.0, 1.0, 1.0])
-    assert value(thresholds.DEAD_MODULES, another, facts=facts) == 1.0
+    another = replace(silent, dead_modules=3, factor_norms=[0.0, 1.0, *[0.0] * 6])
+    assert value(thresholds.DEAD_MODULES, another, facts=facts) == 3.0
 
 
 def test_backward_passes_are_counted_per_micro_batch() -> None:
