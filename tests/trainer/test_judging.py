@@ -14,8 +14,7 @@ from kubelora_api.training_spec import Training
 from kubelora_trainer.buffers import AdapterBuffers, Factor
 from kubelora_trainer.health import WatchState, from_json, observe, resumed, to_json
 from kubelora_trainer.judging import FactorFacts, Memory, RunFacts, at_resume, facts_of, values_of
-from kubelora_trainer.precision import PrecisionPlan
-from kubelora_trainer.precision import MAGNITUDE
+from kubelora_trainer.precision import MAGNITUDE, PrecisionPlan
 from kubelora_trainer.step_numbers import GroupNumbers, StepNumbers
 
 A, B, E = "down.lora_A", "down.lora_B", "embed.lora_A"
