@@ -121,8 +121,7 @@ class Reporter:
                 self.watch = health.with_finding(self.watch, finding)
         if self._baseline:
             self.watch = self._baseline.compare(self.watch, numbers, self._facts.total_steps)
-        if numbers.step > UNSETTLED_STEPS or self.norm_range is None:
-            self.norm_range = _widen(self.norm_range, numbers.grad_norm, numbers.step)
+        self.norm_range = _widen(self.norm_range, numbers.grad_norm, numbers.step)
         seconds, per_second, left = self._timing(numbers)
         self._metrics.publish(numbers, self.watch, seconds)
         self._exporter.report = self._exporter.report.model_copy(
