@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.multiprocessing.spawn import start_processes
 
 from kubelora_api.names import ExitCode
 from kubelora_api.spec import Workers
@@ -220,3 +222,29 @@ def _until(reached: Callable[[], bool]) -> None:
             return
         time.sleep(0.05)
     pytest.fail(f"not reached within 30 s on {sys.platform}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_are_started_before_their_meeting_place_has_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fork while one of them looks up a name leaves the C library's lock taken for ever."""
+    started: list[int] = []
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        started.append(threads())
+        return start_processes(*arguments, **named)
+
+    monkeypatch.setattr("kubelora_trainer.launch.start_processes", counting)
+    before = threads()
+    launch(nothing, TWO, lambda: False, start_method="fork")
+    assert started == [before]
+
+
+def threads() -> int:
+    """Of this process, those of C libraries included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def nothing(seat: Seat, stop: object) -> None:
+    """A rank that is done at once."""

@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from kubelora_api.names import ExitCode
 from kubelora_trainer.errors import RunEnded
-from kubelora_trainer.rendezvous import open_store
+from kubelora_trainer.rendezvous import open_door, open_store
 from kubelora_trainer.seats import Layout, Seat, seat_of
 from kubelora_trainer.stop_request import RankStopRequest
 
@@ -61,8 +61,8 @@ def launch(
     end, to the end of all.
     start_method: fork shares what is imported, and can't be used once CUDA is in use.
     """
-    store = open_store(layout) if layout.node == 0 else None
-    port = store.port if store is not None else layout.port
+    door = open_door(layout) if layout.node == 0 else None
+    port = door.getsockname()[1] if door is not None else layout.port
     context = start_processes(
         _rank,
         (work, layout, port),
@@ -70,11 +70,11 @@ def launch(
         join=False,
         start_method=start_method,
     )
+    store = open_store(door) if door is not None else None
+    ends = _watch(context, stop, grace, layout.node == 0)
+    del store  # ranks need it until they end
     first = layout.node * layout.ranks_per_node
-    return tuple(
-        RankEnd(first + local_rank, code, by_us)
-        for local_rank, code, by_us in _watch(context, stop, grace, layout.node == 0)
-    )
+    return tuple(RankEnd(first + local_rank, code, by_us) for local_rank, code, by_us in ends)
 
 
 def _watch(

@@ -32,25 +32,29 @@ is noticed at once, by its closed connections and by its launcher."""
 _ROUND_SECONDS: Final = 0.2
 
 
-def open_store(layout: Layout) -> TCPStore:
-    """The meeting place, kept by node 0's launcher; on a single node for this machine alone.
+def open_door(layout: Layout) -> socket.socket:
+    """Where the ranks are to meet: they may knock from now on. On a single node for it alone.
 
-    Raises ConfigurationError where its port is taken.
+    Raises ConfigurationError where the port is taken.
     """
     try:
-        listener = _listener(layout)
+        return _listener(layout)
     except OSError as error:
         raise ConfigurationError(
             f"port {layout.port}, where the ranks are to meet, can't be opened ({error.strerror}); "
             "set MASTER_PORT to a free one on every node"
         ) from error
-    port = listener.getsockname()[1]
+
+
+def open_store(door: socket.socket) -> TCPStore:
+    """The meeting place, kept by node 0's launcher, behind a door that it takes over.
+
+    Its thread looks up names. A process forked meanwhile would find the C library's lock on that
+    taken for ever, so ranks are started before.
+    """
+    port = door.getsockname()[1]
     return TCPStore(
-        LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
     )
 
 
