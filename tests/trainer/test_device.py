@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
+    FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
@@ -45,6 +45,11 @@ from tests.trainer.jobs import open_base
 CUDA = torch.device("cuda", 0)
 
 
+def on_the_host(tensor: torch.Tensor) -> bool:
+    """Whether a fake tensor says that it is; one that is real has its numbers."""
+    return isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+
+
 COPIES: dict[Any, tuple[str, ...]] = {
     torch.ops.aten._to_copy.default: ("source",),
     torch.ops.aten.copy_.default: ("target", "source", "non_blocking"),
@@ -62,6 +67,8 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and on_the_host(args[0]):
+            return 0.0  # the host reads its own memory
         result = func(*args, **(kwargs or {}))
         given = dict(zip(COPIES.get(func, ()), args, strict=False)) | (kwargs or {})
         if func in COPIES and not given.get("non_blocking", False):
@@ -231,5 +238,7 @@ def test_a_step_mixes_no_devices_and_the_host_never_waits_for_it(
     at_work.window(monkeypatch)
     assert fake.seen == []
     assert at_work.pending is not None
-    with pytest.raises(DataDependentOutputException):
-        at_work.pending.read()
+    arrived: Any = at_work.pending.copy._event
+    assert not arrived.waited
+    at_work.pending.copy.read()
+    assert arrived.waited
