@@ -1,22 +1,30 @@
 """The claims that a job's URIs name: mounted by the operator, stood in for by ``--mount``."""
 
+from collections.abc import Iterator
+
 from kubelora_api.places import parse_place
 from kubelora_api.spec import JobSpec
 
 
+def inputs_of(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """Every place that the job reads: its field below ``spec``, and its URI."""
+    found = {
+        "model.uri": spec.model.uri,
+        "model.vae": spec.model.vae,
+        "model.config": spec.model.config,
+        "dataset.uri": spec.dataset.uri,
+        "adapter.from": spec.adapter.from_,
+        "health.baseline": spec.health.baseline,
+    }
+    yield from ((field, uri) for field, uri in found.items() if uri)
+    for index, source in enumerate(spec.dataset.extra_sources):
+        yield f"dataset.extraSources[{index}].uri", source.uri
+
+
 def claims_of(spec: JobSpec) -> dict[str, bool]:
     """Claims by name, and whether the job only reads them."""
-    extra = [source.uri for source in spec.dataset.extra_sources]
-    inputs = [
-        spec.model.uri,
-        spec.model.config,
-        spec.model.vae,
-        spec.adapter.from_,
-        spec.dataset.uri,
-        spec.health.baseline,
-        *extra,
-    ]
-    claims = {p.root: True for uri in inputs if uri and (p := parse_place(uri)).scheme == "pvc"}
+    places = (parse_place(uri) for _, uri in inputs_of(spec))
+    claims = {place.root: True for place in places if place.scheme == "pvc"}
     for uri in (spec.output.uri, spec.dataset.cache):
         if uri and (place := parse_place(uri)).scheme == "pvc":
             claims[place.root] = False

@@ -21,6 +21,7 @@ from .harness.images import Images
 from .harness.kubectl import Helm, Kubectl
 from .harness.monitoring import Monitoring
 from .harness.places import Places, default_places
+from .harness.studio import Studio, studio
 
 ClaimDirectory = Callable[[str, Path], None]
 
@@ -108,6 +109,23 @@ def claim_directory(kubectl: Kubectl, namespace: str, is_local_cluster: bool) ->
         volumes.claim_directory(kubectl, namespace, name, directory)
 
     return claim
+
+
+@pytest.fixture(scope="module")
+def own_studio(
+    request: pytest.FixtureRequest,
+    kubectl: Kubectl,
+    helm: Helm,
+    images: Images,
+    is_local_cluster: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Studio]:
+    """The product installed for one module of tests, which also gives its name."""
+    if not is_local_cluster:
+        pytest.skip("claims on folders of this machine need the harness's own cluster")
+    name = request.module.__name__.rpartition(".test_")[2]
+    with studio(name, kubectl, helm, images, tmp_path_factory.mktemp(name)) as made:
+        yield made
 
 
 @pytest.fixture

@@ -6,15 +6,12 @@ The product as it is installed: the chart's operator with its own rights, the tr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from .harness.images import Images
-from .harness.kubectl import Helm, Kubectl
 from .harness.probes import wait_until
-from .harness.studio import Studio, studio
+from .harness.studio import Studio
 
 LOST_CHILD = """
 import os, signal
@@ -33,26 +30,12 @@ os.kill(rank, signal.SIGKILL)
 """Run in a pod: kills its only rank, a process that the command has started."""
 
 
-@pytest.fixture(scope="module")
-def scene(
-    kubectl: Kubectl,
-    helm: Helm,
-    images: Images,
-    is_local_cluster: bool,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Studio]:
-    if not is_local_cluster:
-        pytest.skip("claims on folders of this machine need the harness's own cluster")
-    with studio("gang", kubectl, helm, images, tmp_path_factory.mktemp("gang")) as made:
-        yield made
-
-
-def trains(scene: Studio, job: str, attempt: int) -> bool:
+def trains(own_studio: Studio, job: str, attempt: int) -> bool:
     """Whether this attempt has been heard to have done more than its first steps."""
-    status = scene.status(job)
+    status = own_studio.status(job)
     return (
         status.get("attempt") == attempt
-        and scene.condition(job, "Running").get("reason") == "Training"
+        and own_studio.condition(job, "Running").get("reason") == "Training"
         and status.get("progress", {}).get("step", 0) > 3
     )
 
@@ -76,9 +59,9 @@ def job(name: str, steps: int) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def short(scene: Studio) -> Studio:
-    scene.kubectl.apply(job("short", 30))
-    return scene
+def short(own_studio: Studio) -> Studio:
+    own_studio.kubectl.apply(job("short", 30))
+    return own_studio
 
 
 def test_two_pods_with_a_name_each_train_one_adapter(short: Studio) -> None:
@@ -113,10 +96,10 @@ def test_deleting_the_job_leaves_nothing_behind(short: Studio) -> None:
 
 
 @pytest.fixture(scope="module")
-def long(scene: Studio) -> Studio:
-    scene.kubectl.apply(job("long", 100_000))
-    assert wait_until(lambda: trains(scene, "long", 1), 180), scene.describe("long")
-    return scene
+def long(own_studio: Studio) -> Studio:
+    own_studio.kubectl.apply(job("long", 100_000))
+    assert wait_until(lambda: trains(own_studio, "long", 1), 180), own_studio.describe("long")
+    return own_studio
 
 
 def test_a_deleted_pod_stops_the_gang_with_a_checkpoint_and_costs_no_restart(long: Studio) -> None:

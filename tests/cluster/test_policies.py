@@ -6,29 +6,12 @@ Three jobs with settings that are known to lose updates; the finding is the trai
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from .harness.images import Images
-from .harness.kubectl import Helm, Kubectl
 from .harness.probes import wait_until
-from .harness.studio import Studio, studio
-
-
-@pytest.fixture(scope="module")
-def scene(
-    kubectl: Kubectl,
-    helm: Helm,
-    images: Images,
-    is_local_cluster: bool,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Studio]:
-    if not is_local_cluster:
-        pytest.skip("claims on folders of this machine need the harness's own cluster")
-    with studio("policies", kubectl, helm, images, tmp_path_factory.mktemp("policies")) as made:
-        yield made
+from .harness.studio import Studio
 
 
 def lossy(policy: str) -> dict[str, object]:
@@ -61,14 +44,14 @@ def lossy(policy: str) -> dict[str, object]:
     }
 
 
-def live_pods(scene: Studio, job: str) -> list[Any]:
-    return [p for p in scene.pods(job) if p["status"]["phase"] in ("Pending", "Running")]
+def live_pods(own_studio: Studio, job: str) -> list[Any]:
+    return [p for p in own_studio.pods(job) if p["status"]["phase"] in ("Pending", "Running")]
 
 
 @pytest.fixture(scope="module")
-def applied(scene: Studio) -> Studio:
-    scene.kubectl.apply(*(lossy(policy) for policy in ("Suspend", "Fail", "Rollback")))
-    return scene
+def applied(own_studio: Studio) -> Studio:
+    own_studio.kubectl.apply(*(lossy(policy) for policy in ("Suspend", "Fail", "Rollback")))
+    return own_studio
 
 
 def test_suspend_ends_the_pod_behind_a_checkpoint_and_says_how_to_go_on(applied: Studio) -> None:

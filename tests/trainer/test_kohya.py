@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from benchmarks.sdxl_pipeline import SDXL_UNET
 from kubelora_api.spec import Adapter
 from kubelora_trainer.adapter import TrainedLayer, add_adapter, trained_layers
 from kubelora_trainer.adapter_targets import target_names
@@ -32,21 +33,6 @@ UNEVEN = Adapter(
     rank_pattern={r"attn1\.to_q": 2, r"mid_block\..*to_k": 12, "to_v": 5},
     alpha_pattern={r"attn2\.to_out\.0": 16.0},
 )
-SDXL = {
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "block_out_channels": (320, 640, 1280),
-    "layers_per_block": 2,
-    "transformer_layers_per_block": (1, 2, 10),
-    "attention_head_dim": (5, 10, 20),
-    "cross_attention_dim": 2048,
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 2816,
-    "sample_size": 128,
-}
-"""unet/config.json of SDXL base 1.0, where it differs from the class's defaults."""
 
 
 def _trained(
@@ -82,12 +68,14 @@ def _trained(
     ],
 )
 def test_names_are_those_of_sdxls_own_checkpoint(diffusers_name: str, original: str) -> None:
-    assert sgm_name(diffusers_name, sgm_blocks(SDXL)) == original
+    assert sgm_name(diffusers_name, sgm_blocks(SDXL_UNET)) == original
 
 
 def test_text_encoder_keys_have_text_model_whether_transformers_says_it_or_not() -> None:
     layer = "encoder.layers.3.self_attn.q_proj"
-    names = kohya_names(SDXL, [("text_encoder", layer), ("text_encoder_2", f"text_model.{layer}")])
+    names = kohya_names(
+        SDXL_UNET, [("text_encoder", layer), ("text_encoder_2", f"text_model.{layer}")]
+    )
     assert list(names.values()) == [
         "lora_te1_text_model_encoder_layers_3_self_attn_q_proj",
         "lora_te2_text_model_encoder_layers_3_self_attn_q_proj",
@@ -273,7 +261,7 @@ def test_attention_at_rank_64_in_16_bit_is_186_mb_on_sdxl() -> None:
     10 blocks of width 640 and 60 of width 1280.
     """
     with torch.device("meta"):
-        unet = UNet2DConditionModel(**SDXL)
+        unet = UNet2DConditionModel(**SDXL_UNET)
     layers = [unet.get_submodule(name) for name in target_names(unet, "attention")]
     numbers = sum(64 * (layer.in_features + layer.out_features) for layer in layers)
     by_hand = 64 * sum(

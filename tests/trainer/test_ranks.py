@@ -44,20 +44,25 @@ def test_two_ranks_train_what_one_trains_and_rank_0_alone_writes_and_speaks(
     assert names[0] == names[1]
 
 
-def test_the_cause_reaches_exit_code_and_termination_message(
-    tmp_path: Path, demo: DemoPaths, forked: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 is killed in its second micro-step, as by the kernel for want of memory."""
+def signalled(monkeypatch: pytest.MonkeyPatch, rank: int, number: signal.Signals) -> None:
+    """The rank gets a signal in its second window (of three micro-steps)."""
     from kubelora_trainer.diffusion import SdxlObjective
 
     forward = SdxlObjective.__call__
 
-    def dies(self: SdxlObjective, micro_step: int) -> object:
-        if self._share.rank == 1 and micro_step > 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def struck(self: SdxlObjective, micro_step: int) -> object:
+        if self._share.rank == rank and micro_step > 2:
+            os.kill(os.getpid(), number)
         return forward(self, micro_step)
 
-    monkeypatch.setattr(SdxlObjective, "__call__", dies)
+    monkeypatch.setattr(SdxlObjective, "__call__", struck)
+
+
+def test_the_cause_reaches_exit_code_and_termination_message(
+    tmp_path: Path, demo: DemoPaths, forked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is killed in its second micro-step, as by the kernel for want of memory."""
+    signalled(monkeypatch, 1, signal.SIGKILL)
     monkeypatch.setenv(ENV_TERMINATION_LOG, str(tmp_path / "termination-log"))
     monkeypatch.setenv(ENV_ATTEMPT, "7")
     ended = run([*arguments(tmp_path / "two", demo), *TWO, "--metrics-port", "0"])
@@ -78,19 +83,11 @@ def test_a_rank_that_stalls_is_named_once_and_in_the_termination_message(
 ) -> None:
     """Rank 0 stops in its second window; two others wait for it, three seconds, not 30 minutes."""
     from kubelora_trainer import rendezvous
-    from kubelora_trainer.diffusion import SdxlObjective
 
-    forward = SdxlObjective.__call__
-
-    def stalls(self: SdxlObjective, micro_step: int) -> object:
-        if self._share.rank == 0 and micro_step > 2:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return forward(self, micro_step)
-
+    signalled(monkeypatch, 0, signal.SIGSTOP)
     soon = partial(rendezvous.join_gang, silence=timedelta(seconds=3))
     monkeypatch.setattr("kubelora_trainer.together.join_gang", soon)
     monkeypatch.setattr("kubelora_trainer.ranks.launch", forking(tmp_path, grace=4.0))
-    monkeypatch.setattr(SdxlObjective, "__call__", stalls)
     monkeypatch.setenv(ENV_TERMINATION_LOG, str(tmp_path / "termination-log"))
     monkeypatch.setenv(ENV_ATTEMPT, "1")
     three = ("--set", "spec.workers.gpusPerNode=3", "--metrics-port", "0")

@@ -17,6 +17,7 @@ come last.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import prod
 
@@ -46,7 +47,7 @@ class Factor:
         """``module.lora_A``, unique in the adapter."""
         return f"{self.module}.{self.group.rpartition('.')[2]}"
 
-    @property
+    @cached_property
     def is_magnitude(self) -> bool:
         """Whether passes read the master itself, and weight decay leaves it alone."""
         return is_magnitude(self.group)
@@ -120,7 +121,10 @@ class AdapterBuffers:
 
     def computed_with(self, slot: Slot) -> Tensor:
         """The slot's numbers as the passes read them."""
-        return slot.of(self.masters if slot.factor.is_magnitude else self.working)
+        return slot.of(self._read_from(slot))
+
+    def _read_from(self, slot: Slot) -> Tensor:
+        return self.masters if slot.factor.is_magnitude else self.working
 
     def _bind(self, slot: Slot) -> Parameter:
         """Make the model's parameter a view of the buffers; return the one the optimizer gets."""
@@ -220,11 +224,7 @@ class AdapterBuffers:
         for slot, master in zip(self.slots, self.master_parameters, strict=True):
             parameter = slot.factor.parameter
             for what, found, flat in (
-                (
-                    "weight",
-                    parameter,
-                    self.masters if slot.factor.is_magnitude else self.working,
-                ),
+                ("weight", parameter, self._read_from(slot)),
                 ("gradient", parameter.grad, self.gradient),
                 ("master weight", master, self.masters),
                 ("optimizer gradient", master.grad, self.optimizer_gradient),

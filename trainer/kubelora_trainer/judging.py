@@ -7,6 +7,7 @@ the run; each is a pure function here, under the finding's name. NaN means: not 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import Final
 
@@ -71,6 +72,26 @@ class RunFacts:
     dropout: float
     factors: tuple[FactorFacts, ...]
     finds_rate: bool = False
+
+    @cached_property
+    def products(self) -> Mapping[str, int]:
+        """By group: numbers that its modules' A · grad(A)^T have together."""
+        found: dict[str, int] = {}
+        for factor in self.factors:
+            found[factor.group] = found.get(factor.group, 0) + factor.rank**2
+        return found
+
+    @cached_property
+    def fresh_sizes(self) -> Mapping[str, float]:
+        """By block: root mean square of a fresh lora_A, uniform up to 1 / sqrt(inputs)."""
+        squares: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        for factor in self.factors:
+            block, _, kind = factor.group.rpartition(".")
+            if kind == DOWN:  # rank x inputs numbers of 1 / (3 * inputs)
+                squares[block] = squares.get(block, 0.0) + factor.rank / 3
+                counts[block] = counts.get(block, 0) + factor.numel
+        return {block: math.sqrt(squares[block] / counts[block]) for block in squares}
 
 
 @dataclass(frozen=True)
@@ -170,11 +191,8 @@ def _accumulation_error(numbers: StepNumbers, facts: RunFacts, memory: Memory) -
 
 
 def _balance(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
-    products = dict.fromkeys(numbers.groups, 0)
-    for factor in facts.factors:
-        products[factor.group] += factor.rank**2
     return {
-        group: n.lora_balance if products[group] >= LEAST_PRODUCTS else math.nan
+        group: n.lora_balance if facts.products.get(group, 0) >= LEAST_PRODUCTS else math.nan
         for group, n in numbers.groups.items()
     }
 
@@ -233,23 +251,10 @@ def _loss_ratio(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values
 
 
 def _change(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:
-    sizes = _fresh_sizes(facts)
     return {
-        group: n.update_rms / sizes.get(group.rpartition(".")[0], math.nan)
+        group: n.update_rms / facts.fresh_sizes.get(group.rpartition(".")[0], math.nan)
         for group, n in numbers.groups.items()
     }
-
-
-def _fresh_sizes(facts: RunFacts) -> Mapping[str, float]:
-    """By block: root mean square of lora_A as peft begins it, uniform up to 1 / sqrt(inputs)."""
-    squares: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    for factor in facts.factors:
-        block, _, kind = factor.group.rpartition(".")
-        if kind == DOWN:  # rank x inputs numbers of 1 / (3 * inputs)
-            squares[block] = squares.get(block, 0.0) + factor.rank / 3
-            counts[block] = counts.get(block, 0) + factor.numel
-    return {block: math.sqrt(squares[block] / counts[block]) for block in squares}
 
 
 def _clipping(numbers: StepNumbers, facts: RunFacts, memory: Memory) -> Values:

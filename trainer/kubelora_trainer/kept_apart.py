@@ -5,9 +5,10 @@ input among what ``output.replaceExisting`` clears away would be gone before it 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from kubelora_api.claims import inputs_of
 from kubelora_api.spec import JobSpec
 from kubelora_trainer.errors import ConfigurationError
 from kubelora_trainer.output import own_names
@@ -20,7 +21,7 @@ def assert_apart(spec: JobSpec, mounts: Mapping[str, Path], output: Path) -> Non
     Only places of this machine and claims can; links are followed.
     """
     out = _real(output)
-    for field, uri in _inputs(spec):
+    for field, uri in inputs_of(spec):
         local = local_path(uri, mounts)
         if local is None:
             continue
@@ -41,21 +42,6 @@ def assert_apart(spec: JobSpec, mounts: Mapping[str, Path], output: Path) -> Non
                 "spec.output.replaceExisting would clear away before it is read: move it, or "
                 "choose another spec.output.uri"
             )
-
-
-def _inputs(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Every place that the job reads, by its field."""
-    found = {
-        "model.uri": spec.model.uri,
-        "model.vae": spec.model.vae,
-        "model.config": spec.model.config,
-        "dataset.uri": spec.dataset.uri,
-        "adapter.from": spec.adapter.from_,
-        "health.baseline": spec.health.baseline,
-    }
-    yield from ((field, uri) for field, uri in found.items() if uri)
-    for index, source in enumerate(spec.dataset.extra_sources):
-        yield f"dataset.extraSources[{index}].uri", source.uri
 
 
 def _top(place: Path, out: Path) -> str:

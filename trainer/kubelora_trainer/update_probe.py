@@ -97,6 +97,7 @@ class UpdateProbe:
         held = sample.index < buffers.working.numel()  # magnitudes have no working copy
         self._copied = sample.index.where(held, 0).flatten()
         self._held = sample.weight * held
+        self._all_held = self._held.sum()
         self._weights: Tensor | None = None
         self._second: Tensor | None = None
         shape = (0, 0) if moments.shadow_decay is None else sample.index.shape
@@ -154,7 +155,7 @@ class UpdateProbe:
             return self.stale
         read = working.index_select(0, self._copied).view_as(masters)
         differ = (read != masters.to(working.dtype)) * self._held
-        return (differ.sum() / self._held.sum()).reshape(1)
+        return (differ.sum() / self._all_held).reshape(1)
 
     def _taken(self, flat: Elements | None) -> Tensor | None:
         return None if flat is None else self._sample.take(flat)
