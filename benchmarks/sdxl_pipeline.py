@@ -42,7 +42,7 @@ def write_pipeline(folder: Path, layout: str, edge: int, device: str) -> None:
     layout: sdxl, or small for the demo's tiny UNet. edge: of the photographs, in pixels. device:
     that the weights are drawn on; a CPU takes minutes for SDXL's.
     """
-    from kubelora_trainer.demo import create_demo
+    from kubelora_trainer.cli.demo import create_demo
 
     demo = create_demo(folder / "demo", "small", images=PHOTOGRAPHS)
     if layout == "sdxl":

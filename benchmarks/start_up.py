@@ -14,9 +14,10 @@ import yaml
 
 from benchmarks.job import bench_document
 
-COMMAND = "from kubelora_trainer.cli import main; main(prog_name='kubelora')"
+COMMAND = "from kubelora_trainer.cli.main import main; main(prog_name='kubelora')"
 OUR_LOOP = (
-    "from kubelora_trainer.heavy_imports import import_heavy_libraries; import_heavy_libraries(); "
+    "from kubelora_trainer.utils.heavy_imports import import_heavy_libraries; "
+    "import_heavy_libraries(); "
     "from benchmarks.our_loop import main; main()"
 )
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from kubelora_api.places import parse_place
 from kubelora_api.spec import JobSpec
+from kubelora_api.uri import parse_place
 
 
 def inputs_of(spec: JobSpec) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from kubelora_api.schema import LIST_ATOMIC, ApiModel, Rule
-from kubelora_api.values import InputPlace, OutputPlace
+from kubelora_api.types import InputPlace, OutputPlace
 
 
 class Buckets(ApiModel):

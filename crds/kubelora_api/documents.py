@@ -16,8 +16,8 @@ from pydantic_core import ErrorDetails
 from kubelora_api import names
 from kubelora_api.field_paths import field_names, unknown_in
 from kubelora_api.job import TRANSITIONS, LoraTrainingJob
-from kubelora_api.nearest import did_you_mean
 from kubelora_api.schema import ApiModel, JsonObject, Rule, metadata_of
+from kubelora_api.suggestions import did_you_mean
 
 
 @dataclass(frozen=True)

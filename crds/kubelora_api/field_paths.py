@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from kubelora_api.job import LoraTrainingJob
-from kubelora_api.nearest import nearest, suggestion
+from kubelora_api.suggestions import nearest, suggestion
 
 
 def model_below(annotation: object) -> type[BaseModel] | None:

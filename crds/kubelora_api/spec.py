@@ -9,11 +9,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from kubelora_api.dataset_spec import Dataset
-from kubelora_api.dump_spec import DumpGradients
+from kubelora_api.gradient_dump_spec import DumpGradients
 from kubelora_api.pod import PodTemplate
 from kubelora_api.schema import LIST_ATOMIC, MAP_ATOMIC, ApiModel, Rule
 from kubelora_api.training_spec import Precision, Training
-from kubelora_api.values import (
+from kubelora_api.types import (
     Alpha,
     InputPlace,
     OutputPlace,

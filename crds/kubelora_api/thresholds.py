@@ -2,8 +2,8 @@
 
 Each entry says what is compared with what, over how many optimizer steps, and what a person should
 do. A value stands here with its reason, or it does not stand. How a quantity that is no metric is
-computed stands in the trainer's ``judging.py``; `THRESHOLDS` are limits on what every step tells,
-`EVENTS` are found at other moments.
+computed is in the trainer's ``health/quantities.py``; `THRESHOLDS` are limits on what every step
+reports, `EVENTS` are found at other moments.
 """
 
 from collections.abc import Mapping

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from kubelora_api.schema import MAP_ATOMIC, ApiModel, Rule
-from kubelora_api.values import ComputeType, FloatType, PatternKeys
+from kubelora_api.types import ComputeType, FloatType, PatternKeys
 
 
 def _only_for(name: str, field: str, attribute: str) -> Rule:

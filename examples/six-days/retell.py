@@ -11,7 +11,7 @@ from statistics import mean, median
 from plots import distance, draw
 from stories import BOTH, RESTORED, STORIES, Told, read, run
 
-from kubelora_trainer.demo import create_demo
+from kubelora_trainer.cli.demo import create_demo
 
 HEAD = (
     "run",

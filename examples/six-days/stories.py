@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
-from kubelora_trainer.cli import main
+from kubelora_trainer.cli.main import main
 
 HERE = Path(__file__).parent
 MAY = "May: rate 3e-4, all bf16"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kubelora_trainer.job_file import load_job_documents
-from kubelora_trainer.validate_command import validate_files
+from kubelora_trainer.cli.job_file import load_job_documents
+from kubelora_trainer.cli.validate import validate_files
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*/*.yaml"))

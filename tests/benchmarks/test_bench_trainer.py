@@ -12,7 +12,7 @@ from benchmarks.our_loop import OurLoop
 from benchmarks.paired import measure_rounds, ratio_of
 from benchmarks.reference_loop import ReferenceLoop
 from benchmarks.start_up import cpu_seconds
-from kubelora_trainer.demo import DemoPaths, create_demo
+from kubelora_trainer.cli.demo import DemoPaths, create_demo
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kubelora_operator.cli import run as run_command
+from kubelora_operator.manager.main import run as run_command
 from tests.chart.rendering import (
     EVERYTHING,
     FULLNAME,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kubelora_operator.permissions import LEASE, WORK, Permission
+from kubelora_operator.kube.rbac import LEASE, WORK, Permission
 from tests.chart.rendering import (
     BARE,
     FULLNAME,

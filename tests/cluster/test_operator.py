@@ -52,7 +52,7 @@ def start(cluster: Path, namespace: str, shell_image: str, tmp_path: Path) -> It
         log = (tmp_path / f"{identity}.log").open("ab")
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "kubelora_operator.cli", "run", "-n", namespace),
+                *(sys.executable, "-m", "kubelora_operator.manager.main", "run", "-n", namespace),
                 *("--trainer-image", shell_image, "--lease-namespace", namespace),
                 *("--identity", identity, "--metrics-port", "0", "--poll-seconds", "2"),
             ],

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kubelora_trainer.demo import create_demo
+from kubelora_trainer.cli.demo import create_demo
 
 from .harness import chart, monitoring, volumes
 from .harness.images import Images

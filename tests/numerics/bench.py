@@ -19,17 +19,18 @@ from rich.console import Console
 from kubelora_api.documents import parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import OutputPath
-from kubelora_trainer import material, run
-from kubelora_trainer.checkpoint import RunPosition
-from kubelora_trainer.checkpoint_folders import list_checkpoints
-from kubelora_trainer.errors import Interrupted, NumericalError, RunEnded
-from kubelora_trainer.output import read_manifest
-from kubelora_trainer.packed_numbers import PendingNumbers
-from kubelora_trainer.run_context import RunOptions
-from kubelora_trainer.seats import ONLY_SEAT, Seat
-from kubelora_trainer.step_numbers import StepNumbers
-from kubelora_trainer.stop_request import StopRequest
-from kubelora_trainer.train import Parts, train
+from kubelora_trainer.checkpoint.checkpointer import RunPosition
+from kubelora_trainer.checkpoint.directories import list_checkpoints
+from kubelora_trainer.distributed.topology import ONLY_SEAT, Seat
+from kubelora_trainer.storage.output_dir import read_manifest
+from kubelora_trainer.telemetry.host_transfer import PendingNumbers
+from kubelora_trainer.telemetry.step_metrics import StepNumbers
+from kubelora_trainer.training import run
+from kubelora_trainer.training import setup as material
+from kubelora_trainer.training.context import RunOptions
+from kubelora_trainer.training.loop import Parts, train
+from kubelora_trainer.utils.errors import Interrupted, NumericalError, RunEnded
+from kubelora_trainer.utils.signals import StopRequest
 from tests.numerics.scene import Photographs, Scene
 
 CONTRACT = "StartupContract"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from kubelora_trainer.launch import launch
-from kubelora_trainer.seats import LOOPBACK, Layout, Seat
-from kubelora_trainer.stop_request import RankStopRequest
+from kubelora_trainer.distributed.launcher import launch
+from kubelora_trainer.distributed.topology import LOOPBACK, Layout, Seat
+from kubelora_trainer.utils.signals import RankStopRequest
 from tests.numerics import injections as broken
 from tests.numerics.bench import (
     CONTRACT,

@@ -14,19 +14,19 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kubelora_trainer import latents
-from kubelora_trainer import schedule as rates
-from kubelora_trainer import train as loop
-from kubelora_trainer.base_model import BaseModel
-from kubelora_trainer.buffers import AdapterBuffers, GroupRange
-from kubelora_trainer.checkpoint import RunPosition
-from kubelora_trainer.gang import Exchanged
-from kubelora_trainer.images import TrainingImage
-from kubelora_trainer.optimizer import FlatAdamW
-from kubelora_trainer.order import SampleDraw, SampleOrder
-from kubelora_trainer.precision import MAGNITUDE
-from kubelora_trainer.rank_notes import Asked
-from kubelora_trainer.train import MicroBatch, Parts
+from kubelora_trainer.checkpoint.checkpointer import RunPosition
+from kubelora_trainer.data.images import TrainingImage
+from kubelora_trainer.data.sampler import SampleDraw, SampleOrder
+from kubelora_trainer.distributed.process_group import Exchanged
+from kubelora_trainer.distributed.reduce_payload import Asked
+from kubelora_trainer.models.pipeline import BaseModel
+from kubelora_trainer.objective import latents
+from kubelora_trainer.optim import lr_schedule as rates
+from kubelora_trainer.optim.adamw import FlatAdamW
+from kubelora_trainer.optim.flat_buffers import AdapterBuffers, GroupRange
+from kubelora_trainer.optim.precision import MAGNITUDE
+from kubelora_trainer.training import loop
+from kubelora_trainer.training.loop import MicroBatch, Parts
 from tests.numerics.bench import Injection, Trained
 
 Objective = Callable[[int], MicroBatch]

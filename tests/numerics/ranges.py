@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from kubelora_trainer.step_numbers import GROUP_FIELDS, STEP_FIELDS, StepNumbers
+from kubelora_trainer.telemetry.step_metrics import GROUP_FIELDS, STEP_FIELDS, StepNumbers
 from tests.numerics.fault_table import FAULTS
 from tests.numerics.healthy_table import HEALTHY
 from tests.numerics.scene import Scene

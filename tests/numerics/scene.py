@@ -16,11 +16,11 @@ from PIL import Image
 
 from kubelora_api.names import OutputPath
 from kubelora_api.spec import Adapter
-from kubelora_trainer.adapter import add_adapter, trained_layers
-from kubelora_trainer.base_model import BaseModel, load_base_model, load_unet
-from kubelora_trainer.caption_tokens import CaptionLimit, caption_limits
-from kubelora_trainer.demo import create_demo
-from kubelora_trainer.export import export_diffusers
+from kubelora_trainer.cli.demo import create_demo
+from kubelora_trainer.data.token_limits import CaptionLimit, caption_limits
+from kubelora_trainer.export.writers import export_diffusers
+from kubelora_trainer.lora.adapter import add_adapter, trained_layers
+from kubelora_trainer.models.pipeline import BaseModel, load_base_model, load_unet
 
 EDGE = 96
 """Pixels of the photographs; runs train at 64."""

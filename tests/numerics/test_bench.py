@@ -13,7 +13,7 @@ from tests.numerics.bench import Injection, Observation, Seen
 from tests.numerics.fault_table import FAULTS, Fault
 from tests.numerics.healthy_table import HEALTHY
 from tests.numerics.results_page import FaultRow, HealthyRow, page
-from tests.trainer.engine import Engine
+from tests.trainer.fixtures.engine import Engine
 
 FAULT = Fault(
     99,

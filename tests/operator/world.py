@@ -11,9 +11,9 @@ from kubelora_api.documents import parse_job
 from kubelora_api.schema import JsonObject
 from kubelora_api.spec import JobSpec
 from kubelora_api.status import Condition, JobStatus
-from kubelora_operator.decide import decide
-from kubelora_operator.observation import Child, Observation, TrainerPod, Why
-from kubelora_operator.plan import Plan
+from kubelora_operator.decision.decide import decide
+from kubelora_operator.decision.plan import Plan
+from kubelora_operator.decision.snapshot import Child, Observation, TrainerPod, Why
 
 UID = "0b5e7a10-1111-4222-8333-944455556666"
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)

@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from kubelora_trainer.demo import DemoPaths, create_demo
+from kubelora_trainer.cli.demo import DemoPaths, create_demo
 
 torch.set_num_threads(1)
 
@@ -28,11 +28,11 @@ def full_demo(tmp_path_factory: pytest.TempPathFactory) -> DemoPaths:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Ranks of `kubelora train` are forked from this process, and a stop is the test's own."""
-    from tests.trainer.rank_runs import forking
+    from tests.trainer.fixtures.torch_ranks import forking
 
     fork = forking(tmp_path_factory.mktemp("stacks"))
-    monkeypatch.setattr("kubelora_trainer.ranks.launch", fork)
-    monkeypatch.setattr("kubelora_trainer.stop_request.StopRequest.install", lambda self: None)
+    monkeypatch.setattr("kubelora_trainer.training.run_ranks.launch", fork)
+    monkeypatch.setattr("kubelora_trainer.utils.signals.StopRequest.install", lambda self: None)
 
 
 def _folder(factory: pytest.TempPathFactory, name: str) -> Path:

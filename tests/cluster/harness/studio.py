@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kubelora_trainer.demo import create_demo
+from kubelora_trainer.cli.demo import create_demo
 
 from . import chart, volumes
 from .images import Images

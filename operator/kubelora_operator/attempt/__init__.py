@@ -1,0 +1,1 @@
+"""Manifests of one attempt: ConfigMap, Service, Job and pod."""

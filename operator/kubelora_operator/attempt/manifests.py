@@ -1,0 +1,192 @@
+"""The manifests of an attempt: a ConfigMap with the job document, an Indexed Job, and for several
+nodes the Service by which their pods find each other.
+
+Pure builders from a typed job to what is sent to the API server. Names are deterministic, so that
+two operators that act at once meet on the same name instead of starting two attempts.
+"""
+
+import json
+from typing import Final
+
+from kubelora_api import names
+from kubelora_api.job import LoraTrainingJob
+from kubelora_api.names import ExitCode
+from kubelora_api.schema import JsonObject
+from kubelora_operator.attempt.pod_spec import build_pod_spec
+
+DISRUPTION: Final = "DisruptionTarget"
+
+
+def child_name(job: str, uid: str, attempt: int) -> str:
+    """``<job>-<first five of the uid>-<attempt>``: at most 40 + 12 characters or so."""
+    return f"{job}-{uid[:5]}-{attempt}"
+
+
+def attempt_in(child: str, job: str, uid: str) -> int | None:
+    """The attempt's number in a child's name; None where the name is not one of ours."""
+    prefix = f"{job}-{uid[:5]}-"
+    number = child.removeprefix(prefix)
+    if not child.startswith(prefix) or not number.isascii() or not number.isdigit():
+        return None
+    return int(number) if number == str(int(number)) and int(number) > 0 else None
+
+
+def build_config_map(job: LoraTrainingJob, attempt: int) -> JsonObject:
+    """The resolved document as ``job.json``: what `kubelora train` in the pod reads.
+
+    It carries the job's uid, which the trainer takes as the run's id. Immutable, so that an attempt
+    can't change under way.
+    """
+    document = job.document() | {"metadata": _identity(job)}
+    document.pop("status", None)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job, attempt, {}),
+        "immutable": True,
+        "data": {names.JOB_FILE: json.dumps(document, indent=2)},
+    }
+
+
+def build_service(job: LoraTrainingJob, attempt: int) -> JsonObject | None:
+    """The headless Service that gives each pod of a gang a name; None for a single node.
+
+    Names must resolve before pods are ready, for they become ready by meeting each other.
+    """
+    if job.spec.workers.nodes == 1:
+        return None
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, attempt, {}),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {
+                names.LABEL_JOB_UID: job.metadata.uid or "",
+                names.LABEL_ATTEMPT: str(attempt),
+            },
+            "ports": [
+                {
+                    "name": names.RENDEZVOUS_PORT_NAME,
+                    "port": names.RENDEZVOUS_PORT,
+                    "protocol": "TCP",
+                }
+            ],
+        },
+    }
+
+
+def build_job(job: LoraTrainingJob, attempt: int, trainer_image: str) -> JsonObject:
+    """The attempt's Job. ``trainer_image``: used where the job's podTemplate names none."""
+    template = job.spec.pod_template
+    pod_labels = dict(template.labels) | _labels(job, attempt)
+    pod_metadata: JsonObject = {"labels": pod_labels}
+    if template.annotations:
+        pod_metadata["annotations"] = dict(template.annotations)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(job, attempt, _queue_labels(job)),
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": job.spec.workers.nodes,
+            "parallelism": job.spec.workers.nodes,
+            "backoffLimit": 0,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": _pod_failure_policy(),
+            **_success_policy(job.spec.workers.nodes),
+            "template": {
+                "metadata": pod_metadata,
+                "spec": build_pod_spec(
+                    job.spec,
+                    attempt=attempt,
+                    child=child_name(job.metadata.name, job.metadata.uid or "", attempt),
+                    trainer_image=trainer_image,
+                ),
+            },
+        },
+    }
+
+
+def _success_policy(nodes: int) -> JsonObject:
+    """A gang is done when rank 0 is, which ends with 0 only after the adapter is proven."""
+    if nodes == 1:
+        return {}
+    return {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}}
+
+
+def _pod_failure_policy() -> JsonObject:
+    """Keeps the cause on the Job after the pod is gone.
+
+    No rule for 75: failing the Job at once races with a suspension by the queue. No catch-all:
+    backoffLimit 0 ends the Job anyway, and the pod tells the rest.
+    """
+    return {
+        "rules": [
+            {
+                "action": "FailJob",
+                "onExitCodes": {
+                    "containerName": names.TRAINER_CONTAINER,
+                    "operator": "In",
+                    "values": [
+                        int(ExitCode.CONFIGURATION),
+                        int(ExitCode.NUMERICAL),
+                        int(ExitCode.HELD),
+                    ],
+                },
+            },
+            {
+                "action": "FailJob",
+                "onPodConditions": [{"type": DISRUPTION, "status": "True"}],
+            },
+        ]
+    }
+
+
+def _metadata(job: LoraTrainingJob, attempt: int, extra: dict[str, str]) -> JsonObject:
+    uid = job.metadata.uid or ""
+    return {
+        "name": child_name(job.metadata.name, uid, attempt),
+        "namespace": job.metadata.namespace,
+        "labels": _labels(job, attempt) | extra,
+        "ownerReferences": [
+            {
+                "apiVersion": names.API_VERSION,
+                "kind": names.KIND,
+                "name": job.metadata.name,
+                "uid": uid,
+                "controller": True,
+                "blockOwnerDeletion": False,
+            }
+        ],
+    }
+
+
+def _labels(job: LoraTrainingJob, attempt: int) -> dict[str, str]:
+    return {
+        names.LABEL_NAME: names.TRAINER_APP,
+        names.LABEL_MANAGED_BY: names.OPERATOR_APP,
+        names.LABEL_JOB: job.metadata.name,
+        names.LABEL_JOB_UID: job.metadata.uid or "",
+        names.LABEL_ATTEMPT: str(attempt),
+    }
+
+
+def _queue_labels(job: LoraTrainingJob) -> dict[str, str]:
+    """What hands the Job to Kueue. Kueue then owns the Job's ``suspend``."""
+    labels = {}
+    if job.spec.queue_name:
+        labels[names.LABEL_QUEUE_NAME] = job.spec.queue_name
+    priority = job.metadata.labels.get(names.LABEL_PRIORITY_CLASS)
+    if priority:
+        labels[names.LABEL_PRIORITY_CLASS] = priority
+    return labels
+
+
+def _identity(job: LoraTrainingJob) -> JsonObject:
+    return {
+        "name": job.metadata.name,
+        "namespace": job.metadata.namespace,
+        "uid": job.metadata.uid,
+    }

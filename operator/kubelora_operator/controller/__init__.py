@@ -1,0 +1,1 @@
+"""The reconcile loop: watches, work queue, snapshot, and applying a plan."""

@@ -1,0 +1,1 @@
+"""The pure part: from a snapshot of the cluster to a plan."""

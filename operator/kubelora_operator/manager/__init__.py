@@ -1,0 +1,1 @@
+"""The operator's process: command line, options, lifecycle and HTTP server."""

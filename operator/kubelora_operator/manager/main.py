@@ -1,0 +1,166 @@
+"""`kubelora-operator`: the command that the operator's container runs.
+
+Options and their environment variables are the chart's interface. Everything heavy is imported
+after the options are read, so `--help` answers at once and without a cluster.
+"""
+
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+import click
+
+from kubelora_operator.manager.options import Options
+
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kubelora", prog_name="kubelora-operator")
+def main() -> None:
+    """Turn LoraTrainingJobs into training pods, and tell how they fare.
+
+    \b
+    Examples:
+      kubelora-operator run --all-namespaces --trainer-image registry.example/kubelora-trainer:0.1.0
+      kubelora-operator run -n studio -n lab --trainer-image trainer:dev --log-format plain
+    """
+
+
+@main.command()
+@click.option(
+    "--namespace",
+    "-n",
+    "namespaces",
+    multiple=True,
+    envvar="KUBELORA_NAMESPACES",
+    metavar="NAME",
+    help="Serve this namespace; may be given several times (in the variable: separated by spaces).",
+)
+@click.option(
+    "--all-namespaces",
+    "-A",
+    is_flag=True,
+    envvar="KUBELORA_ALL_NAMESPACES",
+    help="Serve every namespace. Default when no namespace is given.",
+)
+@click.option(
+    "--trainer-image",
+    required=True,
+    envvar="KUBELORA_TRAINER_IMAGE",
+    metavar="IMAGE",
+    help="Image of training pods whose job names none.",
+)
+@click.option(
+    "--lease-namespace",
+    envvar="KUBELORA_LEASE_NAMESPACE",
+    metavar="NAME",
+    help="Namespace of the leader's Lease. Default: the pod's own, else 'default'.",
+)
+@click.option(
+    "--lease-name",
+    default="kubelora-operator",
+    show_default=True,
+    envvar="KUBELORA_LEASE_NAME",
+    metavar="NAME",
+)
+@click.option(
+    "--identity",
+    envvar="KUBELORA_IDENTITY",
+    metavar="NAME",
+    help="Who holds the Lease, unique among replicas. Default: the host's name and six digits.",
+)
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    envvar="KUBELORA_METRICS_PORT",
+    help="Port of /metrics, /healthz and /readyz; 0 takes a free one.",
+)
+@click.option(
+    "--poll-seconds",
+    type=click.FloatRange(1, 3600),
+    default=10,
+    show_default=True,
+    envvar="KUBELORA_POLL_SECONDS",
+    help="Seconds between two looks at a running pod's progress.",
+)
+@click.option(
+    "--resync-seconds",
+    type=click.FloatRange(5, 86400),
+    default=60,
+    show_default=True,
+    envvar="KUBELORA_RESYNC_SECONDS",
+    help="Seconds between two full lists, which find what a watch has missed.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["json", "plain"]),
+    default="json",
+    show_default=True,
+    envvar="KUBELORA_LOG_FORMAT",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    envvar="KUBELORA_LOG_LEVEL",
+)
+def run(
+    namespaces: tuple[str, ...],
+    all_namespaces: bool,
+    trainer_image: str,
+    lease_namespace: str | None,
+    lease_name: str,
+    identity: str | None,
+    metrics_port: int,
+    poll_seconds: float,
+    resync_seconds: float,
+    log_format: str,
+    log_level: str,
+) -> None:
+    """Watch LoraTrainingJobs and run them, until SIGTERM.
+
+    Takes the cluster from the pod's service account, else from KUBECONFIG. Several replicas may
+    run: one holds the Lease and works, the others stand by.
+
+    \b
+    Examples:
+      kubelora-operator run -A --trainer-image registry.example/kubelora-trainer:0.1.0
+      KUBECONFIG=./kubeconfig kubelora-operator run -n studio --trainer-image trainer:dev \\
+          --log-format plain --poll-seconds 2
+    """
+    if all_namespaces and namespaces:
+        raise click.UsageError("give either --all-namespaces or --namespace, not both")
+    from kubelora_operator.manager import manager as service
+    from kubelora_operator.observability import logging as logs
+
+    logs.configure(log_format, log_level)
+    sys.exit(
+        service.run(
+            Options(
+                namespaces=namespaces,
+                trainer_image=trainer_image,
+                lease_namespace=lease_namespace or _own_namespace(),
+                lease_name=lease_name,
+                identity=identity or f"{socket.gethostname()}_{secrets.token_hex(3)}",
+                port=metrics_port,
+                poll_seconds=poll_seconds,
+                resync_seconds=resync_seconds,
+            )
+        )
+    )
+
+
+def _own_namespace() -> str:
+    try:
+        return _NAMESPACE_FILE.read_text().strip() or "default"
+    except OSError:
+        return "default"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The operator as a process: connect, be elected, watch, work, and end well or at once.
+
+Reads top-down. A replica without the Lease serves its health and waits; losing the Lease ends the
+process hard, for another replica may be at work by then.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from typing import Any, Final
+
+import aiohttp
+import kopf
+from kubernetes.aio.config import ConfigException
+from prometheus_client import CollectorRegistry
+
+from kubelora_operator.controller import watches as watching
+from kubelora_operator.controller.apply import Actor
+from kubelora_operator.controller.reconciler import Reconciler
+from kubelora_operator.controller.resync import Ledger, Resync
+from kubelora_operator.controller.snapshot_reader import Observer
+from kubelora_operator.controller.workqueue import WorkQueue
+from kubelora_operator.kube import client as api
+from kubelora_operator.kube.leader_election import Elector
+from kubelora_operator.manager import http_server as server
+from kubelora_operator.manager.options import Options
+from kubelora_operator.observability.metrics import JobKey, Telemetry
+
+log = logging.getLogger(__name__)
+_WORKERS: Final = 8
+"""Jobs that are looked at side by side; each is a few requests that wait for the network."""
+_LOST_LEASE: Final = 3
+_NO_CLUSTER: Final = 2
+
+
+def run(options: Options) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit code."""
+    try:
+        asyncio.run(_serve(options))
+    except ConfigException as error:
+        log.error("no cluster: %s. Run in a pod with a service account, or set KUBECONFIG", error)
+        return _NO_CLUSTER
+    return 0
+
+
+async def _serve(options: Options) -> None:
+    telemetry = Telemetry(CollectorRegistry())
+    ledger = Ledger()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as stack:
+        cluster = await api.connect(telemetry.api_error)
+        stack.push_async_callback(cluster.close)
+        runner, port = await server.serve(
+            options.port, telemetry.registry, lambda: _trouble(ledger)
+        )
+        stack.push_async_callback(runner.cleanup)
+        log.info("standing by as %s; /healthz and /metrics on port %d", options.identity, port)
+        elector = Elector(
+            cluster, options.lease_namespace, options.lease_name, options.identity, time.monotonic
+        )
+        telemetry.is_leader.set(0)
+        if not await _unless_stopped(elector.acquire(), stop):
+            return
+        telemetry.is_leader.set(1)
+        log.info("leading")
+        holding = asyncio.create_task(_hold_or_die(elector), name="lease")
+        try:
+            await _lead(options, cluster, telemetry, ledger, stop)
+        finally:
+            holding.cancel()
+            await elector.release()
+            log.info("released the lease")
+
+
+async def _lead(
+    options: Options,
+    cluster: api.Cluster,
+    telemetry: Telemetry,
+    ledger: Ledger,
+    stop: asyncio.Event,
+) -> None:
+    """Work until told to stop, or until a part that must never end has ended."""
+    poll = timedelta(seconds=options.poll_seconds)
+    queue: WorkQueue[JobKey] = WorkQueue(time.monotonic)
+
+    def changed(key: JobKey, version: str | None) -> None:
+        if version:
+            ledger.hear(key, version, time.monotonic())
+        queue.add(key)
+        telemetry.queue_depth.set(len(queue))
+
+    if not await _unless_stopped(_definition_is_there(options, cluster), stop):
+        return
+    async with aiohttp.ClientSession(trust_env=False) as session:
+        reconciler = Reconciler(
+            Observer(cluster, session, poll),
+            Actor(cluster, options.trainer_image, options.identity),
+            telemetry,
+            poll,
+        )
+        resync = Resync(
+            cluster, options.namespaces, ledger, queue.add, options.resync_seconds, time.monotonic
+        )
+        watches = kopf.operator(
+            registry=watching.build_registry(changed),
+            settings=watching.build_settings(),
+            standalone=True,
+            clusterwide=not options.namespaces,
+            namespaces=options.namespaces,
+            stop_flag=stop,
+        )
+        parts: list[Coroutine[Any, Any, None]] = [
+            watches,
+            resync.run(),
+            *(reconciler.work(queue) for _ in range(_WORKERS)),
+        ]
+        await _until_one_ends([asyncio.create_task(part) for part in parts], stop)
+
+
+async def _until_one_ends(tasks: list[asyncio.Task[None]], stop: asyncio.Event) -> None:
+    """Wait for a stop or for a task that ends; then end all, and raise what ended it."""
+    stopping = asyncio.create_task(stop.wait())
+    everything: set[asyncio.Task[Any]] = {*tasks, stopping}
+    done, _ = await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+    stop.set()
+    watches, *others = tasks
+    for task in others:
+        task.cancel()
+    # kopf ends by its stop flag; cancelled, it would leave its watches to the garbage collector.
+    await asyncio.wait({watches}, timeout=10)
+    watches.cancel()
+    await asyncio.gather(*tasks, stopping, return_exceptions=True)
+    for task in tasks:
+        if task in done and not task.cancelled() and (error := task.exception()):
+            raise RuntimeError("a part of the operator ended") from error
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
+    """Do ``work``; False where a stop came first."""
+    task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    either: set[asyncio.Task[Any]] = {task, stopping}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        stopping.cancel()
+        task.result()
+        return True
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return False
+
+
+async def _definition_is_there(options: Options, cluster: api.Cluster) -> None:
+    """Wait for the CRD: kopf would not notice one that is installed later."""
+    namespace = options.namespaces[0] if options.namespaces else None
+    while True:
+        try:
+            async for _ in cluster.list_jobs(namespace):
+                break
+            return
+        except api.ApiError as error:
+            log.warning("LoraTrainingJobs can't be listed yet: %s", error)
+            await asyncio.sleep(5)
+
+
+async def _hold_or_die(elector: Elector) -> None:
+    try:
+        await elector.hold()
+    except Exception as error:
+        log.critical("the lease is lost, ending at once: %s", error)
+        # Nothing may run after this point, not even a clean-up that talks to the API server.
+        os._exit(_LOST_LEASE)
+
+
+def _trouble(ledger: Ledger) -> str | None:
+    overdue = ledger.overdue(time.monotonic())
+    if not overdue:
+        return None
+    namespace, name = overdue[0]
+    return (
+        f"the watch has missed changes of {len(overdue)} jobs for longer than 30 s, among them "
+        f"{namespace}/{name}"
+    )

@@ -1,0 +1,107 @@
+"""The work queue: one worker for each job, nothing lost, failures wait."""
+
+import asyncio
+
+from kubelora_operator.controller.workqueue import Schedule, WorkQueue
+
+
+def test_a_key_that_is_added_twice_is_done_once() -> None:
+    schedule: Schedule[str] = Schedule()
+    schedule.add("a", 0)
+    schedule.add("a", 0)
+    assert schedule.take(0) == "a"
+    schedule.done("a")
+    assert schedule.take(100) is None
+
+
+def test_a_key_added_while_it_is_worked_on_is_done_once_more_and_not_side_by_side() -> None:
+    schedule: Schedule[str] = Schedule()
+    schedule.add("a", 0)
+    assert schedule.take(0) == "a"
+    schedule.add("a", 1)
+    assert schedule.take(5) is None
+    assert schedule.next_due() is None  # nothing to wait for but the worker
+    schedule.done("a")
+    assert schedule.take(5) == "a"
+
+
+def test_a_busy_key_does_not_hold_up_the_others() -> None:
+    schedule: Schedule[str] = Schedule()
+    for key in ("a", "b"):
+        schedule.add(key, 0)
+    assert schedule.take(0) == "a"
+    schedule.add("a", 0)
+    assert schedule.take(0) == "b"
+
+
+def test_of_two_wishes_the_sooner_counts() -> None:
+    schedule: Schedule[str] = Schedule()
+    schedule.add("a", 10)
+    schedule.add("a", 3)
+    schedule.add("a", 7)
+    assert (schedule.take(2.9), schedule.next_due(), schedule.take(3)) == (None, 3, "a")
+    schedule.done("a")
+    assert schedule.take(100) is None
+
+
+def test_keys_come_in_the_order_in_which_they_are_due() -> None:
+    schedule: Schedule[str] = Schedule()
+    for key, at in (("late", 3.0), ("soon", 1.0), ("between", 2.0)):
+        schedule.add(key, at)
+    assert [schedule.take(9) for _ in range(3)] == ["soon", "between", "late"]
+
+
+def test_failures_wait_twice_as_long_each_time_up_to_a_bound_until_one_goes_well() -> None:
+    schedule: Schedule[str] = Schedule(first_backoff=1, longest_backoff=5)
+    delays = []
+    now = 0.0
+    schedule.add("a", now)
+    for _ in range(4):
+        assert schedule.take(now) == "a"
+        delays.append(schedule.failed("a", now))
+        now += delays[-1]
+    assert delays == [1, 2, 4, 5]
+    assert schedule.take(now) == "a"
+    schedule.done("a")
+    schedule.add("a", now)
+    assert schedule.take(now) == "a"
+    assert schedule.failed("a", now) == 1
+
+
+async def test_no_two_workers_ever_hold_the_same_key_and_all_are_done() -> None:
+    loop = asyncio.get_running_loop()
+    queue: WorkQueue[int] = WorkQueue(loop.time)
+    held: set[int] = set()
+    done: list[int] = []
+
+    async def worker() -> None:
+        while True:
+            key = await queue.take()
+            assert key not in held
+            held.add(key)
+            await asyncio.sleep(0)
+            queue.add(key) if done.count(key) < 2 else None
+            await asyncio.sleep(0)
+            held.discard(key)
+            done.append(key)
+            queue.done(key)
+
+    workers = [asyncio.create_task(worker()) for _ in range(4)]
+    for key in range(10):
+        queue.add(key)
+    async with asyncio.timeout(10):
+        while len(done) < 30:
+            assert not any(w.done() for w in workers)
+            await asyncio.sleep(0.001)
+    for task in workers:
+        task.cancel()
+    assert sorted(done) == sorted(list(range(10)) * 3)
+
+
+async def test_a_waiting_worker_is_woken_by_a_key_and_by_a_delay_that_is_over() -> None:
+    queue: WorkQueue[str] = WorkQueue(asyncio.get_running_loop().time)
+    waiting = asyncio.create_task(queue.take())
+    await asyncio.sleep(0)
+    queue.add("a", delay=0.01)
+    async with asyncio.timeout(10):
+        assert await waiting == "a"

@@ -1,0 +1,1 @@
+"""Checkpoints: state, directories, saving, loading and rollback."""

@@ -1,0 +1,354 @@
+"""Checkpoints: everything a run needs to go on as if it had never stopped.
+
+A checkpoint is a folder with one safetensors file per part (adapter, optimizer, ...) and a
+manifest with their hashes, written aside and renamed. It may stand in the middle of an accumulation
+window, for it holds the accumulator too. There is no random state: every draw is a function of the
+seed and the micro-step. On resume the newest checkpoint whose hashes agree is taken.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from kubelora_api.names import OutputPath
+from kubelora_api.schema import JsonObject
+from kubelora_trainer.checkpoint.directories import (
+    SavedCheckpoint,
+    discard,
+    folder_name,
+    list_checkpoints,
+    place_aside,
+    put_in_place,
+    tidy_up,
+)
+from kubelora_trainer.health import watchdog as health
+from kubelora_trainer.health.policy import Rollback
+from kubelora_trainer.health.watchdog import WatchState
+from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.storage.output_dir import OutputFolder
+from kubelora_trainer.utils.atomic_io import sync_folder, write_durably, writing_to
+from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.stateful import CheckpointPart
+
+_MANIFEST = "checkpoint.json"
+_ADAPTER = "adapter"
+_SEAL = "sha256"
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Where a run stands, apart from its tensors.
+
+    step: optimizer steps done. micro_step: micro-steps done, over the whole run.
+    window_samples, window_loss: samples seen and losses summed in the unfinished window; the sum
+    is a fp64 scalar that stays on the device, so that no micro-step waits for it.
+    norm_range: least and largest total gradient norm so far, first steps left out.
+    rollback: what a rollback left out, once there was one.
+    """
+
+    step: int = 0
+    micro_step: int = 0
+    window_samples: int = 0
+    window_loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    norm_range: tuple[float, float] | None = None
+    watch: WatchState = field(default_factory=WatchState)
+    rollback: Rollback | None = None
+
+    @property
+    def skipped(self) -> int:
+        """How far the data is ahead of the micro-steps."""
+        return self.rollback.skipped[1] - self.rollback.skipped[0] if self.rollback else 0
+
+
+class CheckpointManifest(BaseModel):
+    """``checkpoint.json``.
+
+    layout: name and shape of each factor, in the buffers' order. parts: what each part told beside
+    its tensors. files: sha256 by file name.
+    """
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    format: Literal[2] = 2
+    run_id: str
+    attempt: int
+    step: int
+    micro_step: int
+    window_micro_steps: int
+    window_samples: int
+    window_loss: float
+    norm_range: tuple[float, float] | None
+    watch: dict[str, Any]
+    rollback: Rollback | None = None
+    layout: list[tuple[str, tuple[int, ...]]]
+    parts: dict[str, JsonObject]
+    files: dict[str, str]
+
+
+def save_checkpoint(
+    folder: OutputFolder,
+    buffers: AdapterBuffers,
+    parts: Mapping[str, CheckpointPart],
+    position: RunPosition,
+    window_micro_steps: int,
+    keep: int,
+    hindsight: int | None = None,
+) -> SavedCheckpoint:
+    """Write a checkpoint and remove all but the newest ``keep``.
+
+    hindsight: also keep the newest one that is this many optimizer steps older, for a fault shows
+    that much later.
+
+    parts: by name, beside the adapter itself (``optimizer``, ...).
+    window_micro_steps: micro-steps done in the unfinished window, 0 between windows.
+    Raises ConfigurationError when the disk refuses or a newer attempt took over; the checkpoints
+    before it are intact then.
+    """
+    folder.assert_ours()
+    root = folder.place(OutputPath.CHECKPOINTS)
+    target = root / folder_name(position.step, window_micro_steps)
+    aside = place_aside(target)
+    with writing_to(target):
+        try:
+            root.mkdir(exist_ok=True)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            everything = {_ADAPTER: buffers, **parts}
+            files = {
+                f"{name}.safetensors": _write_part(aside / f"{name}.safetensors", part)
+                for name, part in everything.items()
+            }
+            manifest = CheckpointManifest(
+                run_id=folder.run_id,
+                attempt=folder.attempt,
+                step=position.step,
+                micro_step=position.micro_step,
+                window_micro_steps=window_micro_steps,
+                window_samples=position.window_samples,
+                window_loss=float(position.window_loss),
+                norm_range=position.norm_range,
+                watch=health.to_json(position.watch),
+                rollback=position.rollback,
+                layout=_layout(buffers),
+                parts={name: part.scalars() for name, part in everything.items()},
+                files=files,
+            )
+            write_durably(aside / _MANIFEST, _sealed(manifest))
+            sync_folder(aside)
+            put_in_place(target)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        oldest_wanted = None if hindsight is None else position.step - hindsight
+        for old in surplus(list_checkpoints(root), keep, oldest_wanted):
+            discard(old.path)
+    return SavedCheckpoint(target, position.step, window_micro_steps)
+
+
+def surplus(
+    checkpoints: list[SavedCheckpoint], keep: int, oldest_wanted: int | None
+) -> list[SavedCheckpoint]:
+    """Those (of a list, oldest first) that need not be kept.
+
+    oldest_wanted: the newest checkpoint of this step or before it is kept too, and all after it,
+    for each of them will be that one later.
+    """
+    older = checkpoints[:-keep]
+    if oldest_wanted is None:
+        return older
+    floor = max((c.step for c in checkpoints if c.step <= oldest_wanted), default=0)
+    return [c for c in older if c.step < floor]
+
+
+def resume(
+    folder: OutputFolder,
+    buffers: AdapterBuffers,
+    parts: Mapping[str, CheckpointPart],
+    warn: Callable[[str], None],
+    latest_step: int | None = None,
+) -> tuple[RunPosition, SavedCheckpoint] | None:
+    """Fill buffers and parts from the newest checkpoint that verifies; None where none is.
+
+    latest_step: look at no checkpoint of a later step.
+    A checkpoint that does not verify is named in a warning, set aside and not used.
+    Raises ConfigurationError for one that is whole, but made by another version or for another
+    adapter.
+    """
+    root = folder.place(OutputPath.CHECKPOINTS)
+    folder.assert_ours()
+    with writing_to(root):
+        tidy_up(root)
+    unusable = 0
+    for found in reversed(list_checkpoints(root)):
+        if latest_step is not None and found.step > latest_step:
+            continue
+        try:
+            manifest, tensors = _read(found, folder.run_id, buffers, parts)
+        except _Unusable as why:
+            set_aside = found.path.with_name(f"{found.path.name}.corrupt")
+            warn(f"checkpoint {found.path} is not usable: {why}; looking for an earlier one")
+            with writing_to(found.path):
+                shutil.rmtree(set_aside, ignore_errors=True)
+                found.path.rename(set_aside)
+            unusable += 1
+            continue
+        return _take_over(found, manifest, tensors, buffers, parts), found
+    if unusable:
+        warn(f"{root}: none of {unusable} checkpoints is usable; training begins anew, at step 0")
+    return None
+
+
+def resume_from(
+    found: SavedCheckpoint,
+    folder: OutputFolder,
+    buffers: AdapterBuffers,
+    parts: Mapping[str, CheckpointPart],
+) -> RunPosition:
+    """Fill buffers and parts from this very checkpoint, which another rank has found good.
+
+    Raises ConfigurationError where it can't be read here, or does not fit.
+    """
+    try:
+        manifest, tensors = _read(found, folder.run_id, buffers, parts)
+    except _Unusable as why:
+        raise ConfigurationError(
+            f"{found.path}: rank 0 resumes from this checkpoint, but here {why}; spec.output.uri "
+            "must be one place that all nodes share"
+        ) from None
+    return _take_over(found, manifest, tensors, buffers, parts)
+
+
+def _take_over(
+    found: SavedCheckpoint,
+    manifest: CheckpointManifest,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    buffers: AdapterBuffers,
+    parts: Mapping[str, CheckpointPart],
+) -> RunPosition:
+    for name, part in {_ADAPTER: buffers, **parts}.items():
+        try:
+            part.load(tensors[name], manifest.parts[name])
+        except ValueError as error:
+            raise _of_another_version(found, f"its {name} does not fit: {error}") from None
+    try:
+        watch = health.from_json(manifest.watch)
+    except ValueError:
+        raise _of_another_version(found, "the watchdog's state in it is of another form") from None
+    return RunPosition(
+        step=manifest.step,
+        micro_step=manifest.micro_step,
+        window_samples=manifest.window_samples,
+        window_loss=torch.tensor(
+            manifest.window_loss, dtype=torch.float64, device=buffers.gradient.device
+        ),
+        norm_range=manifest.norm_range,
+        watch=watch,
+        rollback=manifest.rollback,
+    )
+
+
+class _Unusable(Exception):
+    """Why a checkpoint can't be used."""
+
+
+def _read(
+    found: SavedCheckpoint,
+    run_id: str,
+    buffers: AdapterBuffers,
+    parts: Mapping[str, CheckpointPart],
+) -> tuple[CheckpointManifest, dict[str, dict[str, Tensor]]]:
+    """The manifest, and each part's tensors by name, every file compared with its hash."""
+    manifest = _read_manifest(found)
+    if manifest.run_id != run_id:
+        raise _Unusable(f"it belongs to run {manifest.run_id}")
+    if manifest.layout != _layout(buffers):
+        raise ConfigurationError(
+            f"{found.path}: made for another adapter (other modules or ranks); the model or the "
+            "installed diffusers changed since: choose another spec.output.uri"
+        )
+    wanted = {_ADAPTER, *parts}
+    if manifest.parts.keys() != wanted:
+        odd = ", ".join(sorted(manifest.parts.keys() ^ wanted))
+        raise _of_another_version(found, f"it and this run differ in their parts ({odd})")
+    return manifest, {n: _read_part(found.path / f"{n}.safetensors", manifest) for n in wanted}
+
+
+def _read_manifest(found: SavedCheckpoint) -> CheckpointManifest:
+    content = _content(found.path / _MANIFEST)
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
+        raise _Unusable(f"{_MANIFEST} is damaged") from None
+    if not isinstance(document, dict):
+        raise _Unusable(f"{_MANIFEST} is damaged")
+    ours, made_as = CheckpointManifest.model_fields["format"].default, document.get("format")
+    seal = document.pop(_SEAL, None)
+    # The first format had no seal; a seal that is broken says that nothing in it can be trusted.
+    if seal != _digest(document) and not (seal is None and made_as == 1):
+        raise _Unusable(f"{_MANIFEST} is not what was written (its sha256 differs)")
+    if made_as != ours:
+        raise _of_another_version(found, f"its format is {made_as}, not {ours}")
+    try:
+        return CheckpointManifest.model_validate(document)
+    except ValidationError:
+        raise _Unusable(f"{_MANIFEST} is damaged") from None
+
+
+def _sealed(manifest: CheckpointManifest) -> bytes:
+    """The manifest as JSON, with a digest over all of it."""
+    document = manifest.model_dump(mode="json")
+    return json.dumps({**document, _SEAL: _digest(document)}, indent=1).encode()
+
+
+def _digest(document: JsonObject) -> str:
+    """Of the content, whatever its layout: Python writes and reads floats exactly."""
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _of_another_version(found: SavedCheckpoint, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{found.path}: made by another version of kubelora or of its libraries ({why}); resume "
+        "with that version, or choose another spec.output.uri"
+    )
+
+
+def _read_part(file: Path, manifest: CheckpointManifest) -> dict[str, Tensor]:
+    data = _content(file)
+    if hashlib.sha256(data).hexdigest() != manifest.files.get(file.name):
+        raise _Unusable(f"{file.name} is not what was written (its sha256 differs)")
+    return load(data)
+
+
+def _content(file: Path) -> bytes:
+    """A file that may not be read may be whole: an earlier checkpoint would lose what it holds."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise _Unusable(f"{file.name} is missing") from None
+    except PermissionError:
+        raise ConfigurationError(
+            f"{file} can't be read: permission denied; let this user read it, and run again"
+        ) from None
+    except OSError as error:
+        raise _Unusable(f"{file.name} can't be read ({error.strerror})") from None
+
+
+def _write_part(file: Path, part: CheckpointPart) -> str:
+    """Write a part's tensors; returns the file's sha256."""
+    data = save({n: t.detach().cpu().contiguous() for n, t in part.tensors().items()})
+    write_durably(file, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def _layout(buffers: AdapterBuffers) -> list[tuple[str, tuple[int, ...]]]:
+    return [(slot.factor.name, slot.shape) for slot in buffers.slots]

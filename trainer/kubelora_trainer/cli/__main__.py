@@ -1,0 +1,5 @@
+"""Runs the command line as a module: `python -m kubelora_trainer.cli`."""
+
+from kubelora_trainer.cli.main import main
+
+main(prog_name="kubelora")

@@ -1,0 +1,102 @@
+"""`kubelora gradients`: what dumped gradients hold, as a table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kubelora_api.names import OutputPath
+from kubelora_trainer.lora.target_modules import matches, meant_parts
+from kubelora_trainer.optim.precision import NAMES
+from kubelora_trainer.telemetry.gradient_dump import dumped_files
+from kubelora_trainer.utils.errors import ConfigurationError
+
+_HEAD = (
+    "step",
+    "micro",
+    "rank",
+    "factor",
+    "type",
+    "shape",
+    "norm",
+    "absmax",
+    "zeros",
+    "non-finite",
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which gradients to show. step, pattern: None for all. limit: most rows."""
+
+    step: int | None
+    pattern: str | None
+    limit: int
+
+
+def gradient_lines(folder: Path, choice: Choice) -> Iterator[str]:
+    """Lines to print, a head first and what was left out last.
+
+    folder: a run's output folder, or the gradients in it. Raises ConfigurationError where there
+    are none, or a file is damaged.
+    """
+    files = dumped_files(folder / OutputPath.GRADIENTS) or dumped_files(folder)
+    if not files:
+        raise ConfigurationError(
+            f"{folder}: no dumped gradients here; spec.health.dumpGradients writes some, into the "
+            f"folder {OutputPath.GRADIENTS} of a run's output"
+        )
+    rows = [row for file in files for row in _rows(file, choice)]
+    shown = [_HEAD, *rows[: choice.limit]]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(_HEAD))]
+    for row in shown:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    if len(rows) > choice.limit:
+        yield f"{len(rows) - choice.limit} more rows; --limit shows them"
+    elif not rows:
+        meant = meant_parts(choice.pattern or "", _names(files))
+        yield f"none of them is chosen{meant or ';'} leave out --step or --module to see all"
+
+
+def _names(files: list[Path]) -> Iterator[str]:
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            yield from tensors.keys()
+
+
+def _rows(file: Path, choice: Choice) -> Iterator[tuple[str, ...]]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            about = tensors.metadata() or {}
+            step, place = about.get("step", "?"), about.get("micro_step_of_window", "?")
+            if choice.step is not None and step != str(choice.step):
+                return
+            rank = about.get("rank", "?")
+            scale = float(about.get("loss_scale", "1"))
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                module = name.rpartition(".")[0]
+                if choice.pattern is None or any(
+                    matches(choice.pattern, text) for text in (name, module)
+                ):
+                    yield (step, place, rank, name, *_numbers(tensors.get_tensor(name), scale))
+    except (SafetensorError, ValueError) as error:
+        raise ConfigurationError(
+            f"{file}: not a file of dumped gradients, or damaged ({error}); remove it to see the "
+            "others"
+        ) from None
+
+
+def _numbers(gradient: Tensor, loss_scale: float) -> tuple[str, ...]:
+    """Without the loss scale, as conditions are judged."""
+    values = gradient.double() / loss_scale
+    broken = int((~values.isfinite()).sum())
+    return (
+        NAMES.get(gradient.dtype, str(gradient.dtype)),
+        "x".join(str(size) for size in gradient.shape),
+        f"{float(values.norm()):.3e}",
+        f"{float(values.abs().max()):.3e}",
+        f"{100 * float((values == 0).double().mean()):.1f}%",
+        str(broken),
+    )

@@ -1,0 +1,247 @@
+"""`kubelora`: train, validate, demo. The same command on a laptop and in a pod.
+
+Heavy libraries are imported inside the commands that need them: `--help` and `validate` answer at
+once. Every foreseen failure is one sentence on standard error and an exit code of the contract.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+
+from kubelora_api import names
+from kubelora_api.claims import claims_of
+from kubelora_api.job import LoraTrainingJob
+from kubelora_api.suggestions import did_you_mean
+from kubelora_trainer.utils.errors import ConfigurationError, RunEnded
+from kubelora_trainer.utils.home_paths import expanded
+from kubelora_trainer.utils.signals import StopRequest
+
+EPILOG = """\b
+Examples:
+  kubelora demo runs/demo --layout small
+  kubelora train job.yaml --mount model=runs/demo --set spec.training.steps=10
+  kubelora validate job.yaml
+
+\b
+Exit codes: 0 done, 2 wrong configuration or data, 3 numerical failure,
+75 interrupted after a checkpoint, 130 ended at once by a second Ctrl-C;
+anything else was not foreseen.
+"""
+
+
+class Commands(click.Group):
+    """A group whose foreseen failures end in a sentence and the contract's exit code."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except RunEnded as ended:
+            click.echo(f"error: {ended}", err=True)
+            ctx.exit(int(ended.exit_code))
+
+
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("kubelora"), prog_name="kubelora")
+def main() -> None:
+    """Fine-tune SDXL with LoRA, and never lose a gradient silently."""
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  kubelora train job.yaml --mount photos=./photos --mount adapters=./runs
+  kubelora train job.yaml --set spec.training.steps=10 --set spec.training.device=cpu
+"""
+)
+@click.argument("file")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="PATH=VALUE",
+    help="Change a field, such as spec.training.steps=10. The value is YAML.",
+)
+@click.option(
+    "--mount",
+    "mounts",
+    multiple=True,
+    metavar="CLAIM=DIR",
+    help="A folder of this machine that stands in for a claim of pvc:// URIs.",
+)
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help=f"Port of /metrics, /status and /healthz. Default: {names.METRICS_PORT} in a pod, "
+    "a free one elsewhere.",
+)
+def train(
+    file: str, settings: tuple[str, ...], mounts: tuple[str, ...], metrics_port: int | None
+) -> None:
+    """Train the LoraTrainingJob in FILE (- for standard input) on this machine.
+
+    Ctrl-C saves a checkpoint and ends; a second one ends at once. Run the same command again to
+    go on.
+    """
+    stop = StopRequest()
+    stop.install()
+    from kubelora_trainer.cli.job_file import read_job
+
+    folders = parse_mounts(mounts)
+    job = read_job(file, settings)
+    for sentence in stray_mounts(folders, job):
+        click.echo(f"warning: {sentence}", err=True)
+
+    from kubelora_trainer.distributed.topology import layout_of
+    from kubelora_trainer.training.context import RunOptions
+
+    termination_log = os.environ.get(names.ENV_TERMINATION_LOG)
+    options = RunOptions(
+        mounts=folders,
+        metrics_port=metrics_port,
+        attempt=parse_attempt(os.environ.get(names.ENV_ATTEMPT)),
+        termination_log=Path(termination_log) if termination_log else None,
+        resume_command=shlex.join(["kubelora", *sys.argv[1:]]),
+    )
+    layout = layout_of(job.spec.workers, os.environ)
+    if layout.size > 1:
+        from kubelora_trainer.training.run_ranks import run_ranks
+
+        code = run_ranks(job, options, layout, stop, lambda line: click.echo(line, err=True))
+        click.get_current_context().exit(code)
+    from kubelora_trainer.utils.heavy_imports import import_heavy_libraries
+
+    import_heavy_libraries()
+    from rich.console import Console
+
+    from kubelora_trainer.training.run import run_job
+
+    run_job(job, options, stop, Console())
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  kubelora validate job.yaml other.yaml
+  kubelora validate new.yaml --against old.yaml
+"""
+)
+@click.argument("files", nargs=-1, required=True)
+@click.option(
+    "--local", is_flag=True, help="Take paths of this machine too, as `kubelora train` does."
+)
+@click.option(
+    "--against",
+    metavar="OLD",
+    help="The running resource (kubectl get ltj NAME -o yaml): may it change to FILES?",
+)
+def validate(files: tuple[str, ...], local: bool, against: str | None) -> None:
+    """Judge job files as the API server would, before anything is sent."""
+    from kubelora_trainer.cli.validate import validate_files
+
+    for line in validate_files(files, local=local, against=against):
+        click.echo(line)
+
+
+@main.command(
+    epilog="""\b
+Example:
+  kubelora demo runs/demo --layout small
+"""
+)
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--layout",
+    type=click.Choice(["small", "full"]),
+    default="small",
+    show_default=True,
+    help="small is quick; full has SDXL's blocks and depths.",
+)
+def demo(directory: Path, layout: str) -> None:
+    """Write a tiny SDXL model (random weights) and a few real photographs to DIRECTORY."""
+    from kubelora_trainer.utils.heavy_imports import import_heavy_libraries
+
+    import_heavy_libraries("kubelora_trainer.cli.demo")
+    from kubelora_trainer.cli.demo import create_demo
+
+    paths = create_demo(directory, "full" if layout == "full" else "small")
+    click.echo(f"model:  {paths.model}\nphotos: {paths.photos}")
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  kubelora gradients runs/bottles
+  kubelora gradients runs/bottles --step 12 --module attn2.to_k
+"""
+)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(1), help="Only gradients of this optimizer step.")
+@click.option(
+    "--module",
+    metavar="PATTERN",
+    help="Only modules or factors whose name ends so (a regular expression).",
+)
+@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="Most rows.")
+def gradients(folder: Path, step: int | None, module: str | None, limit: int) -> None:
+    """Show the raw gradients that health.dumpGradients wrote to FOLDER, a run's output."""
+    import re
+
+    try:
+        re.compile(module or "")
+    except re.error as error:
+        raise ConfigurationError(f"--module {module}: not a regular expression ({error})") from None
+    from kubelora_trainer.cli.gradients import Choice, gradient_lines
+
+    for line in gradient_lines(folder, Choice(step, module, limit)):
+        click.echo(line)
+
+
+def parse_mounts(mounts: tuple[str, ...]) -> dict[str, Path]:
+    """``claim=dir`` arguments as a mapping. Raises ConfigurationError."""
+    folders: dict[str, Path] = {}
+    for mount in mounts:
+        claim, equals, folder = mount.partition("=")
+        if not (claim and equals and folder):
+            raise ConfigurationError(
+                f"--mount {mount}: expected CLAIM=DIR, such as photos=./photos"
+            )
+        folders[claim] = expanded(folder)
+    return folders
+
+
+def stray_mounts(
+    folders: Mapping[str, Path], job: LoraTrainingJob, claims: Path = Path(names.CLAIMS_DIRECTORY)
+) -> Iterator[str]:
+    """A sentence for each folder that stands in for no claim of the job.
+
+    claims: where a pod's claims are mounted.
+    Raises ConfigurationError where a claim of the job is without a folder: it is then misspelt.
+    """
+    wanted = claims_of(job.spec)
+    lacking = [name for name in wanted if name not in folders and not (claims / name).is_dir()]
+    for claim in folders.keys() - wanted.keys():
+        told = f"--mount {claim}={folders[claim]}: the job names no claim {claim!r}"
+        if lacking:
+            still = " ".join(f"--mount {name}=DIR" for name in lacking)
+            raise ConfigurationError(
+                f"{told}{did_you_mean(claim, lacking) or '.'} Its claims are {', '.join(wanted)}; "
+                f"still to be named: {still}"
+            )
+        yield f"{told}, so nothing is read from it"
+
+
+def parse_attempt(text: str | None) -> int | None:
+    """The operator's count of attempts. Raises ConfigurationError."""
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigurationError(
+            f"{names.ENV_ATTEMPT} must be a whole number from 1, found {text!r}"
+        )
+    return int(text)

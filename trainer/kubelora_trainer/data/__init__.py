@@ -1,0 +1,1 @@
+"""The dataset: images, captions, buckets and the sampling order."""

@@ -1,0 +1,181 @@
+"""Finds the captions of a dataset: metadata.jsonl first, then a text file beside the image."""
+
+import json
+import re
+import unicodedata
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kubelora_api.dataset_spec import Columns
+from kubelora_api.suggestions import did_you_mean, listed
+from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.text import printable
+
+METADATA = "metadata.jsonl"
+SUFFIXES = (".txt", ".caption")
+UNREAD = ("metadata.csv", "metadata.tsv", "metadata.json", "metadata.parquet")
+"""Other forms of metadata.jsonl, which the Hugging Face libraries or other trainers write."""
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which is no character."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a line of metadata.jsonl says of an image: None where it says nothing."""
+
+    caption: str | None
+    category: str | None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What all metadata files say, by image path. fields: those that some line has."""
+
+    entries: Mapping[Path, Entry]
+    fields: tuple[str, ...] = ()
+
+
+def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
+    """Read every metadata.jsonl; ``file_name`` is relative to its file's folder.
+
+    columns: names of the fields with caption and category.
+    Raises ConfigurationError that names file and line.
+    """
+    entries: dict[Path, Entry] = {}
+    fields: dict[str, None] = {}
+    for file in metadata_files:
+        for number, line in enumerate(read_text(file).split("\n"), start=1):
+            if not line.strip():
+                continue
+            where = f"{file}, line {number}"
+            image, entry = _entry(line, where, file.parent, columns, fields)
+            if image in entries:
+                raise ConfigurationError(f"{where}: {image.name} is listed a second time.")
+            entries[image] = entry
+    return Listing(entries, tuple(fields))
+
+
+def refuse_absent(
+    listing: Listing, columns: Columns, folder: Path, caption: str | None, category: str | None
+) -> None:
+    """Raise ConfigurationError for a field that the job names and no line of metadata has.
+
+    The default names may be absent. caption, category: what a source says of all its images, which
+    then need no field.
+    """
+    usual, fields = Columns(), listing.fields
+    for field, name, default, given in (
+        ("caption", columns.caption, usual.caption, caption),
+        ("category", columns.category, usual.category, category),
+    ):
+        if fields and given is None and name not in (default, *fields):
+            raise ConfigurationError(
+                f"No line of {METADATA} in {folder} has a field {name!r}; there are "
+                f"{listed(fields)}: name the right one in dataset.columns.{field}"
+                f"{did_you_mean(name, fields)}"
+            )
+
+
+def _entry(
+    line: str, where: str, folder: Path, columns: Columns, fields: dict[str, None]
+) -> tuple[Path, Entry]:
+    """One line. fields: gets the names of its fields."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{where}: not a JSON object ({error}).") from None
+    name = entry.get("file_name") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(
+            f'{where}: it needs a file_name, as in {{"file_name": "a.jpg", "text": "a bottle"}}.'
+        )
+    fields.update(dict.fromkeys(entry))
+    for field in ("file_name", columns.caption, columns.category):
+        value = entry.get(field)
+        if value is not None and not isinstance(value, str):
+            raise ConfigurationError(
+                f"{where}: {field} must be a string, not {type(value).__name__}."
+            )
+        if value is not None and (half := HALF.search(value)):
+            raise ConfigurationError(
+                f"{where}: {field} holds half a character (\\u{ord(half[0]):04x}), as a text that "
+                "was cut in the middle of an emoji: mend or remove it."
+            )
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ConfigurationError(f"{where}: file_name {name!r} leaves the dataset's folder.")
+    caption, category = entry.get(columns.caption), entry.get(columns.category)
+    return folder / name, Entry(
+        caption=None if caption is None else caption.strip(),
+        category=None if category is None else " ".join(category.split()),
+    )
+
+
+def as_on_disk(listing: Listing, files: Collection[Path]) -> Listing:
+    """The listing under the names that the files really have.
+
+    One name can be written in several ways in Unicode: macOS takes letters and their accents apart
+    (NFD), an editor puts them together (NFC). A file that is listed as it is stays as it is.
+    """
+    known = set(files)
+    absent = [image for image in listing.entries if image not in known]
+    if not absent:
+        return listing
+    free = {_composed(file): file for file in known - listing.entries.keys()}
+    names = {image: free.pop(_composed(image), image) for image in absent}
+    entries = {names.get(image, image): entry for image, entry in listing.entries.items()}
+    return replace(listing, entries=entries)
+
+
+def _composed(path: Path) -> str:
+    return unicodedata.normalize("NFC", str(path))
+
+
+def refuse_unread(folders: Mapping[Path, Collection[str]]) -> None:
+    """Raise ConfigurationError for captions in a form that is not read and would be lost.
+
+    folders: names of the files in each. Where metadata.jsonl or text files have captions too, a
+    table beside them may be for something else.
+    """
+    for folder, names in folders.items():
+        table = next((name for name in names if name in UNREAD), None)
+        if table and not any(n == METADATA or n.endswith(SUFFIXES) for n in names):
+            raise ConfigurationError(
+                f"{folder / table} is not read: write it as {METADATA}, one "
+                '{"file_name": "a.jpg", "text": "a bottle"} a line, or move it away.'
+            )
+
+
+def caption_of(image: Path, listing: Listing) -> str | None:
+    """The image's caption; None when it has none anywhere. Raises ConfigurationError."""
+    listed = listing.entries.get(image)
+    if listed is not None and listed.caption is not None:
+        return listed.caption
+    for suffix in SUFFIXES:
+        for beside in (image.with_suffix(suffix), image.with_name(image.name + suffix)):
+            if beside.is_file():
+                return " ".join(read_text(beside).split())
+    return None
+
+
+def category_of(image: Path, folder: Path, listing: Listing) -> str:
+    """What metadata says, else the first folder below ``folder``; empty for an image on top."""
+    listed = listing.entries.get(image)
+    if listed is not None and listed.category is not None:
+        return listed.category
+    parts = image.relative_to(folder).parts
+    return printable(parts[0]) if len(parts) > 1 else ""
+
+
+def read_text(file: Path) -> str:
+    """UTF-8 text, a byte-order mark removed. Raises ConfigurationError with the byte's offset."""
+    try:
+        content = file.read_bytes()
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{file} is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}. Save it "
+            "as UTF-8."
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"{file} can't be read: {error.strerror}.") from error

@@ -1,0 +1,167 @@
+"""The images and captions that a run trains on, each read when it is needed."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kubelora_api import dataset_spec
+from kubelora_trainer.data.caption_transforms import prefixed, training_caption
+from kubelora_trainer.data.images import (
+    BadImageError,
+    SizeConditions,
+    TrainingImage,
+    cut_image,
+    decode_image,
+    size_conditions,
+)
+from kubelora_trainer.data.preflight import Sample, Tick, preflight, refuse
+from kubelora_trainer.data.preflight_report import PreflightReport
+from kubelora_trainer.data.sampler import SampleDraw, SampleOrder, groups_of
+from kubelora_trainer.data.sources import SourceFolder
+from kubelora_trainer.data.token_limits import CaptionLimit
+from kubelora_trainer.utils.errors import ConfigurationError
+
+CENTER = 0.5
+"""A cut at half the way lies in the middle."""
+_LEAVE_ALONE = (
+    "Leave the dataset alone during a run; once it is put back, the run goes on from its last "
+    "checkpoint."
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """A part of a sample. across, down: in [0, 1). sizes: what the model is told of it."""
+
+    sample: int
+    across: float
+    down: float
+    mirrored: bool
+    sizes: SizeConditions
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Usable samples of all sources, in the order of their names in each."""
+
+    samples: tuple[Sample, ...]
+    settings: dataset_spec.Dataset
+    report: PreflightReport
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def digest(self) -> str:
+        """sha256 of all that is trained on: images, captions, categories, repeats, weights."""
+        digest = hashlib.sha256()
+        for s in self.samples:
+            told = [s.sha256, s.caption, s.category, s.repeats, s.loss_weight, s.use_prefix]
+            digest.update(json.dumps(told).encode() + b"\n")
+        return digest.hexdigest()
+
+    def order(self, seed: int, batch_size: int) -> SampleOrder:
+        """The order of the samples in micro-batches of one training size each."""
+        entries = [i for i, sample in enumerate(self.samples) for _ in range(sample.repeats)]
+        sizes = [self.samples[sample].size for sample in entries]
+        groups = tuple(tuple(entries[e] for e in group) for group in groups_of(sizes))
+        return SampleOrder(seed, len(entries), batch_size, groups)
+
+    def view(self, draw: SampleDraw) -> View:
+        """Which part of which sample a draw shows, and which way round."""
+        random = self.settings.crop == "random"
+        entry = self.samples[draw.sample]
+        across, down = (draw.across, draw.down) if random else (CENTER, CENTER)
+        return View(
+            sample=draw.sample,
+            across=across,
+            down=down,
+            mirrored=draw.flip < self.settings.flip,
+            sizes=size_conditions(entry.width, entry.height, entry.size, across, down),
+        )
+
+    def fixed_views(self) -> Iterator[View]:
+        """Every view there can be of the samples whose crop is always the same."""
+        flip = self.settings.flip
+        ways = (flip == 1.0,) if flip in (0.0, 1.0) else (False, True)
+        for sample, entry in enumerate(self.samples):
+            if self.has_fixed_crop(sample):
+                sizes = size_conditions(entry.width, entry.height, entry.size, CENTER, CENTER)
+                for mirrored in ways:
+                    yield View(sample, CENTER, CENTER, mirrored, sizes)
+
+    def all_captions(self) -> list[str]:
+        """Every caption that is trained on while tags keep their order, each once."""
+        settings = self.settings
+        captions = {prefixed(s.caption, self._captions_of(s)): None for s in self.samples}
+        if settings.caption_dropout > 0:
+            captions[""] = None
+        return list(captions)
+
+    def caption(self, draw: SampleDraw) -> str:
+        """The caption that a draw trains on: prefix and shuffled tags, or dropped."""
+        if draw.caption < self.settings.caption_dropout:
+            return ""
+        sample = self.samples[draw.sample]
+        return training_caption(sample.caption, self._captions_of(sample), draw.tags_seed)
+
+    def _captions_of(self, sample: Sample) -> dataset_spec.Captions:
+        captions = self.settings.captions
+        return captions if sample.use_prefix else captions.model_copy(update={"prefix": ""})
+
+    def image(self, view: View) -> TrainingImage:
+        """Pixels of a view.
+
+        Raises ConfigurationError when the file was changed or removed since preflight.
+        """
+        entry = self.samples[view.sample]
+        try:
+            decoded = decode_image(entry.path, self.settings.background, self.settings.alpha)
+        except BadImageError as error:
+            raise ConfigurationError(
+                f"{entry.path} passed preflight, but now {error}. {_LEAVE_ALONE}"
+            ) from error
+        if decoded.sha256 != entry.sha256:
+            raise ConfigurationError(
+                f"{entry.path} is another file now than in preflight. {_LEAVE_ALONE}"
+            )
+        return cut_image(
+            decoded.image,
+            entry.size,
+            view.across,
+            view.down,
+            mirrored=view.mirrored,
+            mask=decoded.mask,
+        )
+
+    def loss_weight(self, draw: SampleDraw) -> float:
+        """Weight of a draw's loss."""
+        return self.samples[draw.sample].loss_weight
+
+    def has_fixed_crop(self, sample: int) -> bool:
+        """Whether every crop of the sample is the same."""
+        entry = self.samples[sample]
+        return self.settings.crop == "center" or (
+            entry.width * entry.size.height == entry.height * entry.size.width
+        )
+
+
+def open_dataset(
+    folder: Path,
+    settings: dataset_spec.Dataset,
+    *,
+    limits: tuple[CaptionLimit, ...] = (),
+    tick: Tick = lambda done, total: None,
+    publish: Callable[[PreflightReport], None] = lambda report: None,
+    extra: Sequence[SourceFolder] = (),
+) -> Dataset:
+    """Check every image in ``folder`` and in ``extra`` and return what can be trained on.
+
+    publish: is given the report before anything is refused.
+    Raises ConfigurationError as ``preflight`` and ``refuse`` do.
+    """
+    samples, report = preflight(folder, settings, limits, tick, extra)
+    publish(report)
+    refuse(report, settings.on_bad_image)
+    return Dataset(samples, settings, report)

@@ -1,0 +1,334 @@
+"""Turns an image file into upright 8-bit RGB and into a training image.
+
+One place decides what a usable image is; preflight and training both go through it, so that no file
+passes the one and fails the other.
+"""
+
+import hashlib
+import io
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageCms, ImageColor, ImageOps, UnidentifiedImageError
+
+from kubelora_trainer.data.buckets import Size, covering_size
+
+READABLE = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+OTHERS = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".tga", ".ppm", ".pgm", ".psd", ".exr", ".hdr")
+CAMERA_RAW = (".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw")
+IMAGE_SUFFIXES = frozenset(READABLE + OTHERS + CAMERA_RAW)
+"""What is taken for an image by its name, also where no decoder is at hand: it is then reported."""
+MAX_PIXELS = 300_000_000
+"""Above this a file is taken for an error: 300 megapixels are 900 MB of RGB."""
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is lower; sizes are judged below, before pixels
+WHITE = "#ffffff"
+LATENT_PIXELS = 8
+"""Edge in pixels of the square that one element of SDXL's latents stands for."""
+_OTHER_FORMAT = "which can't be read here: save it as PNG or JPEG"
+_UNREADABLE = (
+    (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", f"a HEIC photograph, {_OTHER_FORMAT}"),
+    (rb".{4}ftyp", f"a film, {_OTHER_FORMAT}"),
+    (rb"\xff\x0a|\0\0\0\x0cJXL ", f"a JPEG XL image, {_OTHER_FORMAT}"),
+    (rb"II\*\0.{4}CR|II[RU]\0|FUJIFILMCCD-RAW", f"a camera's raw file, {_OTHER_FORMAT}"),
+    (rb"%PDF", f"a PDF, {_OTHER_FORMAT}"),
+    (rb"\s*(<\?xml.*)?<svg", f"an SVG drawing, {_OTHER_FORMAT}"),
+    (rb"\s*<(!doctype|html|head|\?xml)", "a web page, as when a download failed: fetch it again"),
+)
+"""How files begin that people take for images, the more special ones first."""
+AlphaUse = Literal["background", "mask"]
+_ORIENTATION = 0x0112
+"""EXIF's tag; 1 is upright."""
+_TURNED = range(2, 9)
+_PHOTOMETRIC = 0x0106
+"""TIFF's tag; 0 is white for zero."""
+
+
+class BadImageError(Exception):
+    """An image that can't be used.
+
+    The message is the reason, without the file's name; ``problem`` is its kind, in few words.
+    """
+
+    def __init__(self, problem: str, reason: str) -> None:
+        super().__init__(reason)
+        self.problem = problem
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a file is that a training image is not, and what was done about it."""
+
+    problem: str
+    done: str
+
+
+@dataclass(frozen=True)
+class DecodedImage:
+    """Upright RGB, what had to be done to it, and the SHA-256 of the file's bytes.
+
+    mask: 8 bits, the opacity of each pixel, where that weighs the loss; None where all count.
+    """
+
+    image: Image.Image
+    conversions: tuple[Conversion, ...]
+    sha256: str
+    mask: Image.Image | None = None
+
+
+@dataclass(frozen=True)
+class SizeConditions:
+    """SDXL's micro-conditioning (Podell et al. 2023, sec. 2.2), as (height, width) in pixels.
+
+    original_size: of the upright file. crop_top_left: (top, left) of the cut in the resized image,
+    in its mirror image where that is what the pixels show. target_size: of the cut.
+    """
+
+    original_size: tuple[int, int]
+    crop_top_left: tuple[int, int]
+    target_size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TrainingImage:
+    """A cut of an image. pixels: fp32 (3, height, width) in [-1, 1].
+
+    mask: fp32 (1, height / 8, width / 8) in [0, 1], of each latent's share of the loss, or None.
+    """
+
+    pixels: torch.Tensor
+    sizes: SizeConditions
+    mask: torch.Tensor | None = None
+
+
+def decode_image(
+    path: Path, background: str = WHITE, alpha: AlphaUse = "background"
+) -> DecodedImage:
+    """Read the whole file. Raises BadImageError with the reason.
+
+    background: colour, as #rrggbb, that transparent pixels are laid on.
+    alpha: whether transparency is the loss mask too.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadImageError("can't be read", f"it can't be read: {error.strerror}") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _decode(content, background, alpha)
+    except BadImageError:
+        raise
+    except UnidentifiedImageError:
+        raise _unidentified(content) from None
+    except Exception as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error, …
+        problem = "truncated" if "truncated" in str(error).lower() else "can't be decoded"
+        raise BadImageError(problem, f"it can't be decoded: {error}") from error
+
+
+def _decode(content: bytes, background: str, alpha: AlphaUse) -> DecodedImage:
+    with Image.open(io.BytesIO(content)) as opened:
+        if opened.width * opened.height > MAX_PIXELS:
+            raise BadImageError(
+                "too many pixels",
+                f"it has {opened.width} x {opened.height} pixels, more than {MAX_PIXELS:,}",
+            )
+        conversions = []
+        frames = getattr(opened, "n_frames", 1)
+        if frames > 1:
+            conversions.append(Conversion("several frames", f"the first of {frames} is used"))
+        turned = opened.getexif().get(_ORIENTATION)  # of a TIFF, loading turns it and forgets
+        opened.load()
+        profile = opened.info.get("icc_profile")
+        upright = ImageOps.exif_transpose(opened)
+        if opened.mode.startswith("I;16") and _is_negative(opened):
+            upright = Image.fromarray(65535 - np.asarray(upright).astype(np.uint16))
+        if turned in _TURNED:
+            conversions.append(Conversion("EXIF orientation", "turned upright"))
+        rgb, of_colour = _to_rgb(upright, profile, background)
+        mask = _loss_mask(upright) if alpha == "mask" else None
+    if mask is not None:
+        of_colour.append(Conversion("loss mask", "by its transparency"))
+    digest = hashlib.sha256(content).hexdigest()
+    return DecodedImage(rgb, (*conversions, *of_colour), digest, mask)
+
+
+def _loss_mask(upright: Image.Image) -> Image.Image | None:
+    """Opacity, 8 bits; None for an image that is opaque everywhere."""
+    opacity: Image.Image | None = None
+    if upright.mode.startswith("I"):
+        opacity = _opacity_of_16_bit(upright)
+    elif upright.has_transparency_data:
+        opacity = upright.convert("RGBA").getchannel("A")
+    if opacity is None or opacity.getextrema() == (255, 255):
+        return None
+    if opacity.getextrema() == (0, 0):
+        raise BadImageError(
+            "wholly transparent",
+            "it is wholly transparent, so that nothing of it would count: see dataset.alpha",
+        )
+    return opacity
+
+
+def _to_rgb(
+    image: Image.Image, profile: bytes | None, background: str
+) -> tuple[Image.Image, list[Conversion]]:
+    """8-bit sRGB; what is transparent lies on ``background``."""
+    if image.mode.startswith("I"):
+        grey = _from_16_bit(image)
+        rgb, of_profile = _through_profile(grey, profile) if profile else (grey.convert("RGB"), [])
+        conversions = [Conversion("16 bits", "scaled to 8 bits"), *of_profile]
+        return _laid_on(rgb, _opacity_of_16_bit(image), background, conversions), conversions
+    if image.mode == "F":
+        raise BadImageError(
+            "floating-point pixels",
+            "its pixels are floating-point numbers of unknown range: save 8 bits",
+        )
+    conversions = _mode_conversions(image.mode)
+    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    if alpha is not None:
+        colours = "L" if image.mode in ("L", "LA", "La") else "RGB"
+        image = image.convert("RGBA").convert(colours)
+    elif image.mode not in ("RGB", "CMYK", "L"):
+        image = image.convert("RGB")
+    rgb, of_profile = _through_profile(image, profile) if profile else (image.convert("RGB"), [])
+    conversions += of_profile
+    return _laid_on(rgb, alpha, background, conversions), conversions
+
+
+def _laid_on(
+    rgb: Image.Image, alpha: Image.Image | None, background: str, told: list[Conversion]
+) -> Image.Image:
+    """The image on the background colour where it is transparent, and that is told."""
+    if alpha is None or alpha.getextrema() == (255, 255):
+        return rgb
+    told.append(Conversion("transparency", f"laid on {background}"))
+    below = Image.new("RGB", rgb.size, ImageColor.getrgb(background))
+    return Image.composite(rgb, below, alpha)
+
+
+def _is_negative(opened: Image.Image) -> bool:
+    """Whether a TIFF counts from white to black; Pillow turns 8 bits round, and not 16."""
+    photometric = getattr(opened, "tag_v2", {}).get(_PHOTOMETRIC)
+    return opened.format == "TIFF" and photometric == 0
+
+
+def _opacity_of_16_bit(image: Image.Image) -> Image.Image | None:
+    """Of a gray PNG one of whose values is transparent (its tRNS chunk)."""
+    clear = image.info.get("transparency")
+    if not isinstance(clear, int):
+        return None
+    return Image.fromarray(np.where(np.asarray(image) == clear, 0, 255).astype(np.uint8), mode="L")
+
+
+def _mode_conversions(mode: str) -> list[Conversion]:
+    kinds = {
+        "CMYK": "CMYK",
+        "YCbCr": "YCbCr",
+        "LAB": "LAB",
+        "HSV": "HSV",
+        "P": "palette",
+        "PA": "palette",
+        "L": "grayscale",
+        "LA": "grayscale",
+        "1": "black and white",
+    }
+    return [Conversion(kinds[mode], "converted to RGB")] if mode in kinds else []
+
+
+def _from_16_bit(image: Image.Image) -> Image.Image:
+    """65,535 becomes 255 and everything between is scaled; PIL's own conversion would clip."""
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise BadImageError(
+            "over 16 bits", "its pixels are integers beyond 16 bits: save 8 or 16 bits"
+        )
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8), mode="L")
+
+
+def _through_profile(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[Conversion]]:
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if image.mode == "RGB" and "sRGB" in ImageCms.getProfileDescription(source):
+            return image, []  # converting would only add rounding
+        converted = ImageCms.profileToProfile(
+            image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
+        )
+    except (ImageCms.PyCMSError, OSError, ValueError):
+        return image.convert("RGB"), [Conversion("unusable colour profile", "ignored")]
+    if converted is None:  # only when converting in place
+        return image.convert("RGB"), []
+    return converted, [Conversion("colour profile", "converted to sRGB")]
+
+
+def _unidentified(content: bytes) -> BadImageError:
+    if not content:
+        return BadImageError("empty file", "it is empty (0 bytes)")
+    if content.startswith(b"version https://git-lfs"):
+        return BadImageError(
+            "Git LFS pointer", "it is a Git LFS pointer, not the image: run git lfs pull"
+        )
+    for begins, what in _UNREADABLE:
+        if re.match(begins, content[:512], re.IGNORECASE | re.DOTALL):
+            return BadImageError("not an image", f"it is {what}")
+    return BadImageError(
+        "not an image", "it is not an image, or one of a format that can't be read here"
+    )
+
+
+def size_conditions(
+    width: int, height: int, target: Size, across: float, down: float
+) -> SizeConditions:
+    """Where ``cut_image`` cuts an image of that size, without its pixels."""
+    whole = covering_size(width, height, target)
+    left = int(across * (whole.width - target.width + 1))
+    top = int(down * (whole.height - target.height + 1))
+    return SizeConditions((height, width), (top, left), (target.height, target.width))
+
+
+def cut_image(
+    image: Image.Image,
+    target: Size,
+    across: float,
+    down: float,
+    *,
+    mirrored: bool = False,
+    mask: Image.Image | None = None,
+) -> TrainingImage:
+    """Resize the image until it just covers ``target`` and cut ``target`` out of it.
+
+    across, down: where the cut lies, each in [0, 1): uniform numbers give uniform crops.
+    mirrored: left and right are swapped; the crop's offset is then that in the mirrored image.
+    mask: opacity of the image's size, cut alike; each latent gets the mean over its 8 x 8 pixels.
+    The cut alone is resampled (Lanczos), so that a panorama costs no more than a square.
+    """
+    sizes = size_conditions(image.width, image.height, target, across, down)
+    whole = covering_size(image.width, image.height, target)
+    top, left = sizes.crop_top_left
+    # The cut in the file as it is; in its mirror image the same pixels begin at ``left``.
+    begin = whole.width - target.width - left if mirrored else left
+    scale_x, scale_y = image.width / whole.width, image.height / whole.height
+    box = (
+        begin * scale_x,
+        top * scale_y,
+        min(image.width, (begin + target.width) * scale_x),
+        min(image.height, (top + target.height) * scale_y),
+    )
+    cut = image.resize((target.width, target.height), Image.Resampling.LANCZOS, box=box)
+    if mirrored:
+        cut = ImageOps.mirror(cut)
+    array = np.asarray(cut, dtype=np.float32) / 127.5 - 1.0
+    pixels = torch.from_numpy(array).permute(2, 0, 1).contiguous()
+    if mask is None:
+        return TrainingImage(pixels, sizes)
+    latent_size = (target.width // LATENT_PIXELS, target.height // LATENT_PIXELS)
+    shares = mask.resize(latent_size, Image.Resampling.BOX, box=box)
+    if mirrored:
+        shares = ImageOps.mirror(shares)
+    return TrainingImage(
+        pixels, sizes, torch.from_numpy(np.asarray(shares, dtype=np.float32) / 255.0)[None]
+    )

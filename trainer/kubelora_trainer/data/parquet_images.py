@@ -1,0 +1,198 @@
+"""Tables of images (.parquet, .arrow) unpacked to a folder, so that all else reads plain files.
+
+This is the layout of datasets on the Hugging Face Hub: a column with each image file's bytes, one
+with captions. Unpacked folders stay in the user's cache and are used again.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kubelora_api.dataset_spec import Columns
+from kubelora_api.suggestions import did_you_mean, listed
+from kubelora_trainer.data.caption_files import METADATA, UNREAD
+from kubelora_trainer.data.files import files_below
+from kubelora_trainer.data.images import IMAGE_SUFFIXES
+from kubelora_trainer.storage.downloads import cache_directory
+from kubelora_trainer.utils.atomic_io import filling
+from kubelora_trainer.utils.errors import ConfigurationError
+
+TABLES = (".parquet", ".arrow")
+ROWS = 64
+"""Rows in memory at a time: images of several MB each."""
+_MAGIC = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"GIF8", ".gif"))
+
+
+def has_tables_alone(place: Path) -> bool:
+    """Whether ``place`` is a table, or a folder with tables and without metadata.jsonl on top.
+
+    Raises ConfigurationError for a folder of both, rather than leave one kind out.
+    """
+    if place.is_file():
+        return _is_table(place)
+    if (place / METADATA).is_file() or not (tables := _tables(place)):
+        return False
+    images = sum(path.suffix.lower() in IMAGE_SUFFIXES for path in files_below(place))
+    if images:
+        raise ConfigurationError(
+            f"{place} holds {len(tables)} tables, such as {tables[0].name}, and {images} image "
+            "files: keep them apart and name both, one of them in dataset.extraSources"
+        )
+    return True
+
+
+def unpack_tables(place: Path, columns: Columns, cache: Path | None = None) -> Path:
+    """A folder with one file per row and a metadata.jsonl.
+
+    A row without image becomes an empty file, which preflight reports.
+    cache: where it goes; None takes the user's cache directory.
+    Raises ConfigurationError when columns are missing, of another kind, or the disk refuses.
+    """
+    tables = _tables(place)
+    target = (cache or cache_directory() / "tables") / _key(tables, columns)
+    if target.is_dir():
+        return target
+    try:
+        with filling(target) as aside:
+            for number, table in enumerate(tables):
+                _unpack(table, number, columns, aside)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the tables in {place} can't be unpacked to {target}: {error.strerror}; free some "
+            "space, or set XDG_CACHE_HOME to another place"
+        ) from error
+    return target
+
+
+def _tables(place: Path) -> list[Path]:
+    if place.is_file():
+        return [place]
+    return sorted(path for path in files_below(place) if _is_table(path) and path.is_file())
+
+
+def _is_table(file: Path) -> bool:
+    return file.suffix.lower() in TABLES and file.name not in UNREAD
+
+
+def _key(tables: list[Path], columns: Columns) -> str:
+    """What was unpacked before is used while the tables' paths, sizes and times are the same."""
+    facts = [
+        (os.path.realpath(table), (stat := table.stat()).st_size, stat.st_mtime_ns)
+        for table in tables
+    ]
+    text = json.dumps([facts, columns.document()])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _unpack(table: Path, number: int, columns: Columns, folder: Path) -> None:
+    with (folder / METADATA).open("a", encoding="utf-8") as metadata:
+        for row, (image, caption, category) in enumerate(_rows(table, columns)):
+            suffix = next((s for magic, s in _MAGIC if image.startswith(magic)), ".png")
+            name = f"{number:05d}-{_told(table)}-row-{row:08d}{suffix}"
+            (folder / name).write_bytes(image)
+            entry = {
+                "file_name": name,
+                columns.caption: caption,
+                columns.category: category or "",
+            }
+            metadata.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def _told(table: Path) -> str:
+    """The table's name, for reports on its rows, in characters and a length that any name takes."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", table.stem)[:100]
+
+
+def _rows(table: Path, columns: Columns) -> Iterator[tuple[bytes, str | None, str | None]]:
+    import pyarrow as pa  # 30 MB, and only tables need it
+
+    try:
+        for batch in _batches(table, columns):
+            names = batch.schema.names
+            images = batch.column(columns.image).to_pylist()
+            texts = [
+                batch.column(name).to_pylist() if name in names else [None] * len(images)
+                for name in (columns.caption, columns.category)
+            ]
+            for image, caption, category in zip(images, *texts, strict=True):
+                yield (
+                    _bytes_of(image, table, columns.image),
+                    _text_of(caption, table, columns.caption),
+                    _text_of(category, table, columns.category),
+                )
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigurationError(
+            f"{table} can't be read: {error}; fetch it again (git lfs pull, if it is a pointer of "
+            "Git LFS)"
+        ) from error
+
+
+def _batches(table: Path, columns: Columns) -> Iterator[Any]:
+    """Record batches of the columns that there are. Raises ConfigurationError for no images."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if table.suffix.lower() == ".parquet":
+        with pq.ParquetFile(table) as parquet:
+            wanted = _wanted(table, parquet.schema_arrow.names, columns)
+            yield from parquet.iter_batches(batch_size=ROWS, columns=wanted)
+        return
+    with pa.memory_map(str(table)) as content:
+        try:
+            reader = pa.ipc.open_file(content)
+            whole = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        except pa.ArrowInvalid:  # the Hub's library writes streams
+            content.seek(0)
+            whole = reader = pa.ipc.open_stream(content)
+        wanted = _wanted(table, reader.schema.names, columns)
+        for batch in whole:
+            for start in range(0, batch.num_rows, ROWS):
+                yield batch.slice(start, ROWS).select(wanted)
+
+
+def _wanted(table: Path, names: list[str], columns: Columns) -> list[str]:
+    if twice := [name for name in columns.document().values() if names.count(name) > 1]:
+        raise ConfigurationError(f"{table} has {names.count(twice[0])} columns {twice[0]!r}")
+    for field, name, what in (
+        ("image", columns.image, "images"),
+        ("caption", columns.caption, "captions"),
+        ("category", columns.category, "categories"),
+    ):
+        optional = field == "category" and name == Columns().category
+        if name not in names and not optional:
+            raise ConfigurationError(
+                f"{table} has no column {name!r}; it has {listed(names)}: name the one with {what} "
+                f"in dataset.columns.{field}{did_you_mean(name, names)}"
+            )
+    return [name for name in (columns.image, columns.caption, columns.category) if name in names]
+
+
+def _bytes_of(value: object, table: Path, column: str) -> bytes:
+    if isinstance(value, dict):
+        if "bytes" not in value:
+            raise ConfigurationError(
+                f"the column {column!r} of {table} is a struct of {', '.join(value)}, and image "
+                "files are looked for in a field 'bytes': see dataset.columns.image"
+            )
+        value = value["bytes"]
+    if value is None:
+        return b""
+    if not isinstance(value, bytes):
+        raise ConfigurationError(
+            f"the column {column!r} of {table} holds {type(value).__name__}, not the bytes of "
+            "image files: see dataset.columns.image"
+        )
+    return value
+
+
+def _text_of(value: object, table: Path, column: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise ConfigurationError(
+        f"the column {column!r} of {table} holds {type(value).__name__}, not text: see "
+        "dataset.columns"
+    )

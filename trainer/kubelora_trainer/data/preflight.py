@@ -1,0 +1,345 @@
+"""Looks at every image before training starts, so that a bad one is found in the first minute.
+
+Every image of the folder is accounted for: found = used + skipped, and what was skipped is named
+with its reason, in the report and in preflight.json.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from kubelora_api import dataset_spec
+from kubelora_trainer.data.buckets import Size, nearest_size, training_sizes, visible_share
+from kubelora_trainer.data.caption_files import (
+    METADATA,
+    SUFFIXES,
+    Listing,
+    as_on_disk,
+    caption_of,
+    category_of,
+    read_listing,
+    refuse_absent,
+    refuse_unread,
+)
+from kubelora_trainer.data.caption_transforms import prefixed
+from kubelora_trainer.data.files import files_below
+from kubelora_trainer.data.images import IMAGE_SUFFIXES, BadImageError, decode_image
+from kubelora_trainer.data.preflight_report import Count, PreflightReport, Remark
+from kubelora_trainer.data.sources import SourceFolder
+from kubelora_trainer.data.token_limits import CaptionLimit, describe_cuts
+from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.text import printable
+
+LITTLE_SEEN = 0.5
+"""A crop that shows less of its image than this is noted."""
+LONG_CAPTION = "caption too long"
+DUPLICATE = "exact duplicate"
+Tick = Callable[[int, int], None]
+"""Told (done, of how many) as work goes on."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A usable image.
+
+    file: relative to the dataset, with slashes. width, height: upright, in pixels. size: what it
+    is trained at. category: empty for none. sha256: of the file's bytes. repeats: times an epoch
+    sees it. loss_weight: of its loss. use_prefix: whether its caption gets the prefix.
+    """
+
+    path: Path
+    file: str
+    caption: str
+    width: int
+    height: int
+    size: Size
+    category: str
+    sha256: str
+    repeats: int
+    loss_weight: float
+    use_prefix: bool
+
+
+@dataclass(frozen=True)
+class _Judged:
+    file: str
+    source: str
+    category: str
+    sample: Sample | None
+    problem: Remark | None
+    notes: tuple[Remark, ...]
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """All that the judgement of one image needs to know."""
+
+    source: SourceFolder
+    settings: dataset_spec.Dataset
+    sizes: tuple[Size, ...]
+    listing: Listing
+    limits: tuple[CaptionLimit, ...]
+
+    def __call__(self, image: Path) -> _Judged:
+        source = self.source
+        file = printable(image.relative_to(source.folder).as_posix())
+        if source.label:
+            file = f"{source.label}/{file}"
+        category = source.category or category_of(image, source.folder, self.listing)
+        try:
+            sample, notes = self._usable(image, file, category)
+        except BadImageError as error:
+            problem = Remark(file, error.problem, printable(str(error)), "skipped")
+            return _Judged(file, source.label, category, None, problem, ())
+        return _Judged(file, source.label, category, sample, None, notes)
+
+    def _usable(self, image: Path, file: str, category: str) -> tuple[Sample, tuple[Remark, ...]]:
+        """The sample and remarks on it. Raises BadImageError."""
+        if why := _why_no_file(image):
+            raise BadImageError(*why)
+        decoded = decode_image(image, self.settings.background, self.settings.alpha)
+        width, height = decoded.image.size
+        self._refuse_shape(width, height)
+        try:
+            caption = caption_of(image, self.listing)
+        except ConfigurationError as error:
+            problem = "caption not UTF-8" if "UTF-8" in str(error) else "caption can't be read"
+            raise BadImageError(problem, str(error).rstrip(".")) from error
+        caption = caption or self.source.caption or caption
+        size = nearest_size(width, height, self.sizes)
+        notes = [Remark(file, c.problem, "", c.done) for c in decoded.conversions]
+        notes += self._on_shape(file, width, height, size)
+        notes += self._on_caption(file, caption)
+        sample = Sample(
+            path=image,
+            file=file,
+            caption=caption or "",
+            width=width,
+            height=height,
+            size=size,
+            category=category,
+            sha256=decoded.sha256,
+            repeats=self.source.repeats,
+            loss_weight=self.source.loss_weight,
+            use_prefix=self.source.use_prefix,
+        )
+        return sample, tuple(notes)
+
+    def _refuse_shape(self, width: int, height: int) -> None:
+        short, long = sorted((width, height))
+        if short < self.settings.min_short_edge:
+            raise BadImageError(
+                "too small",
+                f"it has {width} x {height} pixels, and dataset.minShortEdge is "
+                f"{self.settings.min_short_edge}",
+            )
+        limit = self.settings.max_aspect_ratio
+        if limit is not None and long > limit * short:
+            raise BadImageError(
+                "extreme aspect ratio",
+                f"it has {width} x {height} pixels, {long / short:.3g} to 1, and "
+                f"dataset.maxAspectRatio is {limit:g}",
+            )
+
+    def _on_shape(self, file: str, width: int, height: int, size: Size) -> Iterator[Remark]:
+        found = f"{width} x {height}"
+        if width < size.width or height < size.height:
+            yield Remark(file, "smaller than its training size", found, "enlarged")
+        share = visible_share(width, height, size)
+        if share < LITTLE_SEEN:
+            yield Remark(
+                file,
+                "extreme aspect ratio",
+                f"{found}: a crop of {size.width} x {size.height} shows {share:.0%} of it",
+                "cropped",
+            )
+
+    def _on_caption(self, file: str, caption: str | None) -> Iterator[Remark]:
+        if not caption:
+            problem = "no caption" if caption is None else "empty caption"
+            yield Remark(file, problem, "", "trained on the empty caption")
+            return
+        used = self.source.use_prefix
+        read = prefixed(caption, self.settings.captions) if used else caption
+        cuts = [cut for limit in self.limits if (cut := limit.cut(read))]
+        if cuts:
+            detail, done = describe_cuts(cuts)
+            yield Remark(file, LONG_CAPTION, detail, done)
+
+
+def _why_no_file(image: Path) -> tuple[str, str] | None:
+    """Problem and reason where there is no file of that name."""
+    try:
+        if image.is_file():
+            return None
+        if image.is_symlink():
+            return "missing", f"it is a link to {image.readlink()}, which is not there"
+        if image.exists():
+            return "no file", "it is a folder or a device, not a file"
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        return "can't be read", f"it can't be read: {error.strerror}"
+    return "missing", f"it is listed in {METADATA} but does not exist"
+
+
+def preflight(
+    folder: Path,
+    settings: dataset_spec.Dataset,
+    limits: tuple[CaptionLimit, ...] = (),
+    tick: Tick = lambda done, total: None,
+    extra: Sequence[SourceFolder] = (),
+) -> tuple[tuple[Sample, ...], PreflightReport]:
+    """Judge every image below ``folder``, then of ``extra``; samples come sorted by name in each.
+
+    limits: of the text encoders; without them captions are not counted. tick: may raise to stop.
+    Raises ConfigurationError when there is no image at all or metadata.jsonl can't be read; what
+    is wrong with images is in the report, see ``refuse``.
+    """
+    sizes = training_sizes(settings)
+    work: list[tuple[_Judge, Path]] = []
+    others, orphans = 0, list[Remark]()
+    for source in (SourceFolder(folder, repeats=settings.repeats), *extra):
+        files = sorted(files_below(_existing(source)))
+        images, listing = _images_of(files, source, settings)
+        judge = _Judge(source, settings, sizes, listing, limits)
+        work += [(judge, image) for image in images]
+        others += _others(files, images)
+        orphans += _orphans(files, images, source)
+    judged: list[_Judged] = []
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        try:
+            for one in pool.map(lambda pair: pair[0](pair[1]), work):
+                judged.append(one)
+                tick(len(judged), len(work))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    judged = _mark_duplicates(judged, settings.on_duplicate)
+    samples = tuple(one.sample for one in judged if one.sample)
+    return samples, _report(folder, settings.resolution, judged, others, orphans)
+
+
+def _existing(source: SourceFolder) -> Path:
+    if not source.folder.is_dir():
+        raise ConfigurationError(f"The dataset {source.folder} is no folder: see {source.field}.")
+    return source.folder
+
+
+def _images_of(
+    files: list[Path], source: SourceFolder, settings: dataset_spec.Dataset
+) -> tuple[list[Path], Listing]:
+    """Images among a source's files, and what metadata says of them."""
+    folder = source.folder
+    beside: dict[Path, list[str]] = {}
+    for file in files:
+        beside.setdefault(file.parent, []).append(file.name)
+    refuse_unread(beside)
+    metadata = [file for file in files if file.name == METADATA]
+    listing = as_on_disk(read_listing(metadata, settings.columns), files)
+    refuse_absent(listing, settings.columns, folder, source.caption, source.category)
+    images = sorted(
+        {file for file in files if file.suffix.lower() in IMAGE_SUFFIXES} | set(listing.entries)
+    )
+    if not images:
+        raise ConfigurationError(
+            f"The dataset {folder} holds no images ({len(files)} files of other kinds): see "
+            f"{source.field}."
+        )
+    return images, listing
+
+
+def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
+    """Raise ConfigurationError when nothing is usable, or an image is bad and that means fail.
+
+    Duplicates that were left out on request are not bad.
+    """
+    bad = [remark for remark in report.skipped if remark.problem != DUPLICATE]
+    if not bad:
+        return
+    first = "; ".join(f"{one.file}: {one.detail}" for one in bad[:3])
+    more = len(bad) - 3
+    listed = first + (f"; and {more} more" if more > 0 else "")
+    if not report.used:
+        raise ConfigurationError(f"No image in {report.folder} can be used: {listed}.")
+    if on_bad_image == "fail":
+        raise ConfigurationError(
+            f"{len(bad)} of {report.found} images in {report.folder} can't be used: {listed}. "
+            "Repair or remove them, or set dataset.onBadImage: skip."
+        )
+
+
+def _mark_duplicates(
+    judged: Sequence[_Judged], on_duplicate: Literal["keep", "skip"]
+) -> list[_Judged]:
+    """Note, or leave out, every sample whose bytes an earlier one has."""
+    first: dict[str, str] = {}
+    marked = []
+    for one in judged:
+        if one.sample is None:
+            marked.append(one)
+            continue
+        original = first.get(one.sample.sha256)
+        if original is None:
+            first[one.sample.sha256] = one.file
+            marked.append(one)
+        elif on_duplicate == "keep":
+            note = Remark(one.file, DUPLICATE, f"same bytes as {original}", "kept")
+            marked.append(replace(one, notes=(*one.notes, note)))
+        else:
+            problem = Remark(one.file, DUPLICATE, f"same bytes as {original}", "skipped")
+            marked.append(replace(one, sample=None, problem=problem, notes=()))
+    return marked
+
+
+def _others(files: list[Path], images: list[Path]) -> int:
+    known = set(images)
+    return sum(
+        file not in known and file.name != METADATA and file.suffix not in SUFFIXES
+        for file in files
+    )
+
+
+def _orphans(files: list[Path], images: list[Path], source: SourceFolder) -> Iterator[Remark]:
+    """Captions whose image may have been lost on the way here."""
+    known = {image.with_suffix("") for image in images} | set(images)
+    for file in files:
+        if file.suffix in SUFFIXES and file.with_suffix("") not in known:
+            name = printable(file.relative_to(source.folder).as_posix())
+            where = f"{source.label}/{name}" if source.label else name
+            yield Remark(where, "caption without an image", "", "not used")
+
+
+def _report(
+    folder: Path,
+    resolution: int,
+    judged: list[_Judged],
+    other_files: int,
+    orphans: Sequence[Remark],
+) -> PreflightReport:
+    samples = [one.sample for one in judged if one.sample]
+    skipped = tuple(one.problem for one in judged if one.problem)
+    notes = (*(note for one in judged for note in one.notes), *orphans)
+    found = Counter(one.category for one in judged)
+    used = Counter(sample.category for sample in samples)
+    found_in = Counter(one.source or str(folder) for one in judged)
+    used_of = Counter(one.source or str(folder) for one in judged if one.sample)
+    sizes = Counter(sample.size for sample in samples)
+    return PreflightReport(
+        folder=str(folder),
+        resolution=resolution,
+        found=len(judged),
+        used=len(samples),
+        skipped=skipped,
+        notes=notes,
+        without_caption=sum(not sample.caption for sample in samples),
+        upscaled=sum(note.done == "enlarged" for note in notes),
+        duplicates=sum(remark.problem == DUPLICATE for remark in (*notes, *skipped)),
+        cut_captions=sum(note.problem == LONG_CAPTION for note in notes),
+        other_files=other_files,
+        categories={name: Count(found[name], used[name]) for name in sorted(found)},
+        sources={name: Count(found_in[name], used_of[name]) for name in found_in},
+        sizes={f"{size.width}x{size.height}": sizes[size] for size in sorted(sizes)},
+    )

@@ -1,0 +1,1 @@
+"""Ranks: topology, launch, rendezvous and the process group."""

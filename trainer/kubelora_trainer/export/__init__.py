@@ -1,0 +1,1 @@
+"""Adapter files for users: writing, verification and upload."""

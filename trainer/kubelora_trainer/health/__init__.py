@@ -1,0 +1,1 @@
+"""Findings: thresholds, the watchdog, the baseline and the health policy."""

@@ -1,0 +1,258 @@
+"""``health.baseline``: an earlier run that this one is held against, from its output folder.
+
+Its manifest says what it was made of, its log what its gradients were. What differs is told before
+the first step; whether gradients leave the earlier run's range is judged on the way.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kubelora_api.names import OutputPath
+from kubelora_api.status import Finding
+from kubelora_api.thresholds import BASELINE_DEPARTURE
+from kubelora_trainer.health.baseline_envelope import (
+    Departure,
+    Envelope,
+    Passage,
+    bins_of,
+    envelope_of,
+    pass_through,
+)
+from kubelora_trainer.health.watchdog import WatchState, with_finding
+from kubelora_trainer.storage.output_dir import (
+    GROUP_LOG_PARTS,
+    Manifest,
+    OutputFolder,
+    installed_versions,
+    read_manifest,
+)
+from kubelora_trainer.storage.run_record import BaselineRecord, Difference, RunRecord
+from kubelora_trainer.storage.run_settings import ABSENT, leaves_that_differ
+from kubelora_trainer.storage.uris import resolve_input
+from kubelora_trainer.telemetry.step_metrics import StepNumbers
+from kubelora_trainer.training.context import Run
+from kubelora_trainer.utils.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # 30 MiB, and only a run with a baseline reads a log
+
+_COMPARED_GROUPS: Final = ("model", "dataset", "adapter", "training", "precision", "workers")
+_SAME: Final = (
+    "adapter.rank",
+    "adapter.rankPattern",
+    "adapter.targets",
+    "adapter.targetPatterns",
+    "training.batchSize",
+    "training.gradientAccumulation",
+)
+"""Settings that scale gradient norms by themselves, or whose norms are of other layers: with others
+the norms are not compared."""
+_LENGTHS_APART: Final = 1.5
+"""Runs whose lengths differ by more than this factor are not compared: at the same progress lora_B
+has grown, and lora_A's gradient with it, by as many steps as were done. The limit is a factor of
+2."""
+_SHOWN: Final = 4
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """An earlier run.
+
+    record: what differs, for the manifest. envelope: None where norms can't be compared.
+    """
+
+    record: BaselineRecord
+    envelope: Envelope | None
+
+    def told(self) -> list[str]:
+        """What a person should know before the first step, line by line."""
+        record = self.record
+        lines = [
+            f"baseline {record.uri}: run {record.run_id}, {len(record.differences)} differences"
+        ]
+        lines += [f"  {d.field}: {d.here} here, {d.there} there" for d in record.differences]
+        if record.not_compared:
+            lines.append(f"  gradient norms are not compared: {record.not_compared}")
+        return lines
+
+    def compare(self, watch: WatchState, numbers: StepNumbers, total_steps: int) -> WatchState:
+        """What the watchdog knows after one more step of the run that is held against this one."""
+        if self.envelope is None:
+            return watch
+        passage = pass_through(watch.passage, numbers, self.envelope, total_steps)
+        watch = replace(watch, passage=passage)
+        name = BASELINE_DEPARTURE.finding
+        if passage.departed is None:
+            return replace(watch, active=watch.active - {name})
+        finding = self.finding(passage.departed)
+        earlier = watch.found.get(name) if name in watch.active else None
+        if earlier is not None:  # it is told since it began
+            finding = finding.model_copy(update={"since_step": earlier.since_step})
+        return with_finding(watch, finding)
+
+    def finding(self, departure: Departure) -> Finding:
+        """For the status: how far off, and what is different."""
+        shown = [f"{d.field} {d.here} (there {d.there})" for d in self.record.differences[:_SHOWN]]
+        more = len(self.record.differences) - len(shown)
+        what = "; ".join(shown) + (f" and {more} more" if more else "")
+        return Finding(
+            name=BASELINE_DEPARTURE.finding,
+            severity=BASELINE_DEPARTURE.severity,
+            group=departure.group,
+            value=departure.ratio,
+            threshold=departure.allowed if departure.ratio > 1 else 1 / departure.allowed,
+            since_step=departure.since,
+            message=f"Gradient norms in {departure.group} are {departure.ratio:.2g} times those "
+            f"of the baseline {self.record.uri} at the same progress. What differs: "
+            f"{what or 'no setting'}. {BASELINE_DEPARTURE.sentence}"[:1024],
+        )
+
+
+def hold_against(
+    run: Run, folder: OutputFolder, made_of: RunRecord, total_steps: int
+) -> Baseline | None:
+    """Note what the run is made of, and open its baseline, if it has one, on the first rank."""
+    if not run.first:
+        return None
+    uri, baseline, digest = run.job.spec.health.baseline, None, made_of.dataset_sha256 or ""
+    if uri:
+        try:
+            place = resolve_input(uri, run.options.mounts, content="run")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"health.baseline: {error}") from error
+        document = run.job.document()
+        baseline = open_baseline(uri, place, document, installed_versions(), digest, total_steps)
+        for line in baseline.told():
+            run.say(line)
+    folder.record = folder.record.model_copy(
+        update={
+            "total_steps": total_steps,
+            "dataset_sha256": made_of.dataset_sha256,
+            "dataset_images": made_of.dataset_images,
+            "model_sha256": made_of.model_sha256,
+            "baseline": baseline.record if baseline else None,
+        }
+    )
+    folder.write_manifest("Running")
+    return baseline
+
+
+def compared_anew(watch: WatchState, before: int | None, total: int) -> WatchState:
+    """Without what was compared so far, where progress was measured on another length.
+
+    before: steps planned when the state was saved; None if unknown.
+    """
+    return watch if before in (None, total) else replace(watch, passage=Passage())
+
+
+def open_baseline(
+    uri: str,
+    folder: Path,
+    job: Mapping[str, Any],
+    versions: Mapping[str, str],
+    dataset_sha256: str,
+    total_steps: int,
+) -> Baseline:
+    """Compare with the run whose output is in ``folder``.
+
+    job: this run's resolved document. Raises ConfigurationError where there is no such run.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except ConfigurationError:
+        raise ConfigurationError(
+            f"health.baseline {uri}: {folder / OutputPath.MANIFEST} is no run's manifest, or "
+            "damaged; name another run, or leave health.baseline out"
+        ) from None
+    if manifest is None:
+        raise ConfigurationError(
+            f"health.baseline {uri}: no {OutputPath.MANIFEST} there; name the output folder of an "
+            "earlier run (its spec.output.uri)"
+        )
+    differences = [
+        *_between(_settings(manifest.job), _settings(job)),
+        *_between({f"version of {k}": v for k, v in manifest.versions.items()},
+                  {f"version of {k}": v for k, v in versions.items()}),
+        *_between({"data (sha256)": manifest.record.dataset_sha256 or "unknown"},
+                  {"data (sha256)": dataset_sha256}),
+    ]  # fmt: skip
+    log = _read_log(folder)
+    why = _why_not(manifest, differences, log, total_steps)
+    record = BaselineRecord(
+        uri=uri, run_id=manifest.run_id, differences=differences, not_compared=why
+    )
+    if why or log is None:
+        return Baseline(record, None)
+    there = manifest.record.total_steps or 0
+    return Baseline(record, envelope_of(_norms(log), there, bins_of(there, total_steps)))
+
+
+def _why_not(
+    manifest: Manifest, differences: list[Difference], log: "pa.Table | None", total_steps: int
+) -> str:
+    """Why gradient norms can't be compared; empty where they can."""
+    if log is None:
+        return f"it has no {OutputPath.GROUP_LOG}"
+    if unlike := [d.field for d in differences if _is_same(d.field)]:
+        return f"{', '.join(unlike)} differ, and norms with them"
+    there = manifest.record.total_steps
+    if not there:
+        return "its manifest does not say how many steps it planned"
+    if not bins_of(there, total_steps):
+        return f"{min(there, total_steps)} steps are too few"
+    if not there / _LENGTHS_APART <= total_steps <= there * _LENGTHS_APART:
+        return (
+            f"it planned {there} steps and this run {total_steps}; lora_A's gradient grows with "
+            "the steps done"
+        )
+    return ""
+
+
+def _is_same(field: str) -> bool:
+    return any(field == same or field.startswith(f"{same}.") for same in _SAME)
+
+
+def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    spec = document.get("spec", {})
+    return {group: spec.get(group, {}) for group in _COMPARED_GROUPS}
+
+
+def _between(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
+    for field, old, new in leaves_that_differ(there, here):
+        yield Difference(field=field, here=_text(new), there=_text(old))
+
+
+def _text(value: object) -> str:
+    if value is ABSENT:
+        return "not set"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _read_log(folder: Path) -> "pa.Table | None":
+    """Step, group and gradient norm, of a finished run or of one under way; None without any."""
+    whole = folder / OutputPath.GROUP_LOG
+    files = [whole] if whole.exists() else sorted((folder / GROUP_LOG_PARTS).glob("*.parquet"))
+    if not files:
+        return None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = ["step", "group", "grad_norm"]
+    try:
+        tables = [pq.read_table(file, columns=columns) for file in files]
+    except (OSError, ValueError, pa.ArrowInvalid) as error:
+        raise ConfigurationError(
+            f"health.baseline: {files[0]} is no run's log of groups, or damaged ({error}); name "
+            "another run, or leave health.baseline out"
+        ) from None
+    return pa.concat_tables([table.unify_dictionaries() for table in tables])
+
+
+def _norms(log: "pa.Table") -> Iterator[tuple[int, str, float]]:
+    for batch in log.to_batches(max_chunksize=65_536):
+        steps, groups, norms = (column.to_pylist() for column in batch.columns)
+        yield from (
+            (s, g, n) for s, g, n in zip(steps, groups, norms, strict=True) if n is not None
+        )

@@ -1,0 +1,212 @@
+"""The start-up contract: what must be true of a run's first steps, checked and printed.
+
+The errors that this guards against are silent: a layer that no backward pass reaches, an adapter
+that changes the model before it has learned anything, a gradient in another type than was asked
+for. A broken contract ends the run (exit code 3) and names the module.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kubelora_trainer.distributed.missing_ranks import ranks_named
+from kubelora_trainer.lora.adapter import AdapterModule
+from kubelora_trainer.optim.adamw import AdapterOptimizer
+from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Slot
+from kubelora_trainer.optim.precision import MAGNITUDE, NAMES
+from kubelora_trainer.telemetry.counters import least_travel
+from kubelora_trainer.telemetry.step_metrics import StepNumbers
+from kubelora_trainer.utils.errors import NumericalError
+
+
+def check_dtypes(buffers: AdapterBuffers, optimizer: AdapterOptimizer) -> str:
+    """Compare the types in use with the plan; returns the line to print."""
+    plan = buffers.plan
+    found: dict[str, tuple[torch.dtype | None, torch.dtype]] = {
+        "working copy": (buffers.slots[0].factor.parameter.dtype, plan.compute),
+        "gradients": (_gradient_dtype(buffers.slots[0]), plan.accumulator),
+        "master weights": (buffers.master_parameters[0].dtype, plan.masters),
+    }
+    for what, (dtype, planned) in found.items():
+        if dtype != planned:
+            raise NumericalError(f"the {what} are {dtype}, but {planned} was asked for")
+    moment = optimizer.first_moment
+    if moment is not None and moment.itemsize < plan.masters.itemsize:
+        raise NumericalError(f"the optimizer's state is {moment.dtype}, below {plan.masters}")
+    buffers.assert_bound()
+    told = [f"{what} {NAMES[planned]}" for what, (_, planned) in found.items()]
+    if any(slot.factor.is_magnitude for slot in buffers.slots):
+        told.insert(1, f"magnitudes {NAMES[plan.masters]}")
+    return ", ".join([*told, f"optimizer state {optimizer.state_text}"])
+
+
+def check_fresh_adapter(buffers: AdapterBuffers, modules: Sequence[AdapterModule] = ()) -> None:
+    """A fresh adapter must change nothing: |B·A| is 0 because every lora_B is 0.
+
+    DoRA's magnitudes must be the norms that they are divided by, to the bit.
+    """
+    for slot in buffers.slots:
+        if _is_up(slot) and bool(slot.of(buffers.masters).count_nonzero()):
+            raise NumericalError(
+                f"{slot.factor.module}: a fresh adapter must change nothing, but its lora_B is "
+                "not 0"
+            )
+    for module in modules:
+        if module.magnitude is not None and not torch.equal(module.magnitude, module.norms()):
+            raise NumericalError(
+                f"{module.full_name}: a fresh adapter must change nothing, but its magnitudes are "
+                "not the norms of the weights"
+            )
+
+
+def check_resumed(optimizer: AdapterOptimizer, step: int, skipped: int) -> str:
+    """The optimizer must know of every step that the checkpoint's manifest counts.
+
+    step: of the manifest. skipped: steps among them that the loss scaler left out. Returns the line
+    to print. An optimizer that begins anew is refused before it moves anything: its first steps are
+    several times too large, and no later measurement undoes them.
+    """
+    done, wanted = optimizer.steps_done, step - skipped
+    if done != wanted:
+        raise NumericalError(
+            f"the checkpoint is of step {step}, and the optimizer's state should have taken in "
+            f"{wanted} gradients, but has {done}: it was not saved with the checkpoint, or not "
+            "restored from it. Resume from a checkpoint that has it, or choose another "
+            "spec.output.uri to start anew"
+        )
+    return f"optimizer state of {done} steps, as the checkpoint's manifest says"
+
+
+class ReachedModules:
+    """Notes which factors a backward pass reaches, during the first micro-step alone."""
+
+    def __init__(self, buffers: AdapterBuffers) -> None:
+        self._slots = buffers.slots
+        self._reached: set[str] = set()
+        self._handles = [
+            slot.factor.parameter.register_post_accumulate_grad_hook(self._note(slot.factor.name))
+            for slot in buffers.slots
+        ]
+
+    def _note(self, name: str) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            self._reached.add(name)
+
+        return hook
+
+    def check(self) -> None:
+        """Remove the hooks; raise NumericalError naming the modules that were not reached.
+
+        Later calls do nothing.
+        """
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        missed = {s.factor.module for s in self._slots if s.factor.name not in self._reached}
+        if missed:
+            raise NumericalError(
+                f"{_some(sorted(missed))}: no backward pass reached the adapter there, so it "
+                "would never learn; it takes no part in the loss"
+            )
+
+
+class FirstGradients:
+    """Checks that each factor gets a gradient as soon as the mathematics gives it one.
+
+    lora_B and magnitudes in the first step that moves anything; lora_A, whose gradient is a product
+    with lora_B, in the next such step. A step moves something when its learning rate is above 0, no
+    scaler skipped it, and its window has a loss: masks and min-SNR weights may be 0 for all of it.
+    Tiny steps must sum up first until lora_B is not 0 in the type of the passes either
+    (`least_travel`).
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], moved_before: int, compute: torch.dtype = torch.bfloat16
+    ) -> None:
+        """moved_before: such steps that an earlier attempt made. compute: type of the passes."""
+        self._slots = slots
+        self._moved = moved_before
+        self._least, self._travelled = least_travel(compute), 0.0
+
+    def rewind(self, moved: int) -> None:
+        """Training goes on from a point where ``moved`` steps have moved something."""
+        self._moved, self._travelled = moved, 0.0
+
+    def observe(self, numbers: StepNumbers) -> None:
+        """Judge one step. Raises NumericalError naming the modules without a gradient."""
+        idle = numbers.learning_rate <= 0 or numbers.loss == 0.0 or numbers.skipped
+        if idle or self._moved >= 2:
+            return
+        waiting = self._moved == 1 and self._travelled < self._least
+        self._travelled += numbers.step_size
+        if waiting:
+            return
+        due = ("lora_B", MAGNITUDE) if self._moved == 0 else ("lora_A",)
+        self._moved += 1
+        for factor in due:
+            silent = [
+                slot.factor.module
+                for slot, norm in zip(self._slots, numbers.factor_norms, strict=True)
+                if norm == 0.0 and slot.factor.name.endswith(f".{factor}")
+            ]
+            if silent:
+                raise NumericalError(
+                    f"{_some(silent)}: the gradient of {factor} is exactly 0 in step "
+                    f"{numbers.step}, where it can't be; it is detached from the loss, or too "
+                    "small for the types in use"
+                )
+
+
+def check_finite(slots: Sequence[Slot], numbers: StepNumbers) -> None:
+    """Raise NumericalError where the step's gradient was not finite; no weight has moved then.
+
+    Gradients that a smaller loss scale may mend are the scaler's business.
+    """
+    if numbers.skipped:
+        return
+    if numbers.nonfinite:
+        broken = [
+            slot.factor.name
+            for slot, norm in zip(slots, numbers.factor_norms, strict=True)
+            if not _finite(norm)
+        ]
+        raise NumericalError(
+            f"step {numbers.step}: {numbers.nonfinite} gradient elements are NaN or infinite "
+            f"({_some(broken)}){came_from(numbers)}; no weight was changed by them. Look at "
+            "the data of this step, the learning rate, or a VAE that overflows in half precision"
+        )
+    if not _finite(numbers.grad_norm):
+        raise NumericalError(
+            f"step {numbers.step}: the gradient's norm is too large for fp32; no weight was "
+            "changed by it. Lower the learning rate"
+        )
+
+
+def came_from(numbers: StepNumbers) -> str:
+    """Which of several ranks brought what is not finite, to be put behind it; else nothing.
+
+    Their sum may be infinite without any rank's part being so.
+    """
+    who = ranks_named(numbers.broken_ranks, "")
+    return f", from the micro-batches of {who}" if who else ""
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0
+
+
+def _gradient_dtype(slot: Slot) -> torch.dtype | None:
+    gradient = slot.factor.parameter.grad
+    return None if gradient is None else gradient.dtype
+
+
+def _is_up(slot: Slot) -> bool:
+    return slot.factor.name.endswith("lora_B")
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,231 @@
+"""Starts an adapter from an existing LoRA, in diffusers' or in kohya's format.
+
+The job says which layers are adapted and how wide; the file must hold the same. A layer that is
+only on one side would be lost or start from nothing without a word, so it is an error.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from kubelora_api.names import OutputPath
+from kubelora_trainer.lora.adapter import AdapterModule, full_name
+from kubelora_trainer.lora.kohya_format import read_kohya
+from kubelora_trainer.lora.target_modules import matches
+from kubelora_trainer.models.pipeline_checks import PICKLES
+from kubelora_trainer.models.sgm_keys import PARTS, kohya_names
+from kubelora_trainer.optim.precision import MAGNITUDE
+from kubelora_trainer.utils.errors import ConfigurationError
+
+METADATA = "lora_adapter_metadata"
+TEXT_NAMES = {
+    "text_encoder": ("text_encoder.", "lora_te1_"),
+    "text_encoder_2": ("text_encoder_2.", "lora_te2_"),
+}
+"""How names of the text encoders' layers begin, in diffusers' and in kohya's files."""
+ENDS = {".lora_A.weight": "down", ".lora.down.weight": "down"}
+ENDS |= {".lora_B.weight": "up", ".lora.up.weight": "up"}
+ENDS |= {f".{MAGNITUDE}": "magnitude", f".{MAGNITUDE}.weight": "magnitude"}
+
+
+@dataclass(frozen=True)
+class FoundLayer:
+    """A layer's adapter in a file: the layer's weight gains ``scale * up @ down``.
+
+    magnitude: norms that the result then gets, of a DoRA.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+    magnitude: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, place: Path) -> Path:
+    """Fill the adapter from the LoRA at ``place``; returns the file that was read.
+
+    The adapted model then computes what the file makes of it: where the file's scale differs from
+    the job's, the up-projection takes up the difference. A DoRA that starts from a LoRA gets the
+    norms of its adapted weights for magnitudes.
+    Raises ConfigurationError for a file that can't be read, or whose layers, ranks or shapes are
+    not the adapter's.
+    """
+    file = lora_file(place)
+    found = _read(file, unet, modules)
+    by_name = {module.full_name: module for module in modules}
+    only_file, only_job = found.keys() - by_name.keys(), by_name.keys() - found.keys()
+    if only_file:
+        raise ConfigurationError(
+            f"adapter.from: {file} holds {len(only_file)} layers that this job does not adapt, "
+            f"such as {min(only_file)}: {_widen(only_file)}, or take them out of the file."
+        )
+    if only_job:
+        raise ConfigurationError(
+            f"adapter.from: {file} lacks {len(only_job)} layers that this job adapts, such as "
+            f"{min(only_job)}: {_narrow(only_job)}."
+        )
+    for name, module in by_name.items():
+        layer = found[name]
+        _check_shapes(layer, module, file)
+        module.lora_a.copy_(layer.down)
+        module.lora_b.copy_(layer.up.float() * (layer.scale / module.scale))
+        if module.magnitude is not None:
+            own = module.norms() if layer.magnitude is None else layer.magnitude
+            module.magnitude.copy_(own)
+    return file
+
+
+def _widen(layers: Collection[str]) -> str:
+    """What of the job takes in layers that only the file has."""
+    return _fields(layers, "name {} in adapter.textEncoders", "widen adapter.targets")
+
+
+def _narrow(layers: Collection[str]) -> str:
+    """What of the job leaves out layers that only the job has."""
+    return _fields(layers, "take {} out of adapter.textEncoders", "narrow adapter.targets")
+
+
+def _fields(layers: Collection[str], of_text: str, of_all: str) -> str:
+    """of_text, with the encoders whose layers they are, where any is; else of_all."""
+    encoders = [
+        part
+        for part, starts in TEXT_NAMES.items()
+        if any(layer.removeprefix("base_model.model.").startswith(starts) for layer in layers)
+    ]
+    return of_text.format(" and ".join(encoders)) if encoders else of_all
+
+
+def lora_file(place: Path) -> Path:
+    """The file itself, diffusers' file of a folder, or the only .safetensors in it."""
+    if place.is_file():
+        if place.suffix in PICKLES:
+            raise ConfigurationError(
+                f"adapter.from: {place.name} is pickled, which can run code when it is loaded: "
+                "convert it to safetensors."
+            )
+        return place
+    usual = place / Path(OutputPath.DIFFUSERS_WEIGHTS).name
+    files = [usual] if usual.is_file() else sorted(place.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    what = f"{len(files)} .safetensors files; name one" if files else "no .safetensors file"
+    raise ConfigurationError(f"adapter.from: {place} holds {what}.")
+
+
+def _read(
+    file: Path, unet: UNet2DConditionModel, modules: Sequence[AdapterModule]
+) -> dict[str, FoundLayer]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            keys, metadata = list(opened.keys()), opened.metadata() or {}
+        if any("dora_scale" in key for key in keys):
+            raise ConfigurationError(
+                f"adapter.from: {file} is a DoRA in kohya's format, of which programs differ in "
+                "what dora_scale means: start from a DoRA in diffusers' format, or from a LoRA."
+            )
+        trains_magnitudes = any(module.magnitude is not None for module in modules)
+        if any(MAGNITUDE in key for key in keys) and not trains_magnitudes:
+            raise ConfigurationError(
+                f"adapter.from: {file} is a DoRA, whose magnitudes a plain LoRA has no place for: "
+                "set adapter.dora to true."
+            )
+        if all(key.startswith("lora_") for key in keys):
+            return _from_kohya(file, unet, modules)
+        return _from_diffusers(load_file(file), metadata)
+    except (SafetensorError, OSError, ValueError, TypeError, re.error) as error:
+        raise ConfigurationError(f"adapter.from: {file} can't be read: {error}.") from error
+
+
+def _from_kohya(
+    file: Path, unet: UNet2DConditionModel, modules: Sequence[AdapterModule]
+) -> dict[str, FoundLayer]:
+    """Layers by their full name; keys in sgm's names, or in diffusers' with underscores."""
+    names = {f"lora_unet_{m.name.replace('.', '_')}": m.name for m in modules if m.part == "unet"}
+    stems = kohya_names(unet.config, ((m.part, m.name) for m in modules))
+    names |= {stem: full_name(part, name) for (part, name), stem in stems.items()}
+    return {
+        names.get(stem, stem): FoundLayer(layer.down, layer.up, layer.scale)
+        for stem, layer in read_kohya(file).items()
+    }
+
+
+def _from_diffusers(
+    state: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> dict[str, FoundLayer]:
+    """Without adapter metadata the scale is 1, as diffusers has it."""
+    config = json.loads(metadata.get(METADATA, "{}"))
+    if not isinstance(config, dict):
+        raise ValueError(f"its {METADATA} is no JSON object")
+    factors: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in state.items():
+        end = next((end for end in ENDS if key.endswith(end)), None)
+        if end is None:
+            raise ValueError(f"{key} is no key of a LoRA in diffusers' or kohya's format")
+        name = key.removesuffix(end).removeprefix("unet.").replace(".text_model.", ".", 1)
+        if tensor.ndim < 2 and ENDS[end] != "magnitude":
+            raise ValueError(f"{key} is no matrix or kernel")
+        factors.setdefault(name, {})[ENDS[end]] = tensor
+    half = next((name for name, pair in factors.items() if not {"down", "up"} <= pair.keys()), None)
+    if half is not None:
+        raise ValueError(f"{half} has only one of its two factors")
+    return {
+        name: FoundLayer(
+            pair["down"],
+            pair["up"],
+            _scale(name, pair["down"].shape[0], config),
+            pair.get("magnitude"),
+        )
+        for name, pair in factors.items()
+    }
+
+
+def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
+    """As peft reads its configuration: the first pattern that matches wins."""
+    part, _, inside = name.partition(".")
+    if part not in PARTS:
+        part, inside = "unet", name
+    if f"{part}.lora_alpha" not in config:
+        return 1.0
+    patterns = config.get(f"{part}.alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{part}.alpha_pattern in its {METADATA} is no JSON object")
+    own = (value for pattern, value in patterns.items() if matches(pattern, inside))
+    alpha = float(next(own, config[f"{part}.lora_alpha"]))
+    return alpha / (math.sqrt(rank) if config.get(f"{part}.use_rslora") else rank)
+
+
+def _check_shapes(layer: FoundLayer, module: AdapterModule, file: Path) -> None:
+    rank = layer.down.shape[0]
+    if rank != module.rank:
+        raise ConfigurationError(
+            f"adapter.from: {file} has rank {rank} at {module.full_name}, this job {module.rank}: "
+            f"set adapter.rank or rankPattern to {rank}."
+        )
+    found = (tuple(layer.down.shape), tuple(layer.up.shape))
+    wanted = (tuple(module.lora_a.shape), tuple(module.lora_b.shape))
+    if found != wanted:
+        raise ConfigurationError(
+            f"adapter.from: {file} has shapes {found[0]} and {found[1]} at {module.full_name}, "
+            f"this model {wanted[0]} and {wanted[1]}: it is for another base model."
+        )
+    magnitude, own = layer.magnitude, module.magnitude
+    if magnitude is not None and own is not None and magnitude.shape != own.shape:
+        raise ConfigurationError(
+            f"adapter.from: {file} has magnitudes of shape {tuple(magnitude.shape)} at "
+            f"{module.full_name}, this model {tuple(own.shape)}: it is for another base model."
+        )
+    tensors = [tensor for tensor in (layer.down, layer.up, magnitude) if tensor is not None]
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise ConfigurationError(
+            f"adapter.from: {file} holds values at {module.full_name} that are not finite."
+        )

@@ -1,0 +1,78 @@
+"""Puts the LoRA adapter into the text encoders, in the layers that SDXL's conditions come from.
+
+The UNet is shown both encoders' last hidden layer but one, and the second's pooled output: the
+first encoder's last layer has no part in it, and an adapter there would never learn.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import torch
+from peft import inject_adapter_in_model
+from torch import nn
+
+from kubelora_api.spec import Adapter
+from kubelora_api.types import TextEncoder
+from kubelora_trainer.lora.adapter import (
+    ADAPTER_NAME,
+    AdapterModule,
+    full_name,
+    initialised_modules,
+    peft_config,
+)
+from kubelora_trainer.lora.target_modules import matches
+from kubelora_trainer.utils.heavy_imports import FOR_QUANTISED_MODELS, not_found
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
+FEED_FORWARD = ("fc1", "fc2")
+T = TypeVar("T")
+
+
+def text_targets(encoder: nn.Module, part: TextEncoder, targets: str) -> list[str]:
+    """Names of the encoder's layers that get an adapter, in its own order.
+
+    targets: as the job says; attention, or any other for the feed-forward layers too.
+    """
+    ends = ATTENTION if targets == "attention" else ATTENTION + FEED_FORWARD
+    names = [
+        name
+        for name, layer in encoder.named_modules()
+        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] in ends
+    ]
+    if part == "text_encoder_2":
+        return names
+    last = max(_layer_number(name) for name in names)
+    return [name for name in names if _layer_number(name) < last]
+
+
+def _layer_number(name: str) -> int:
+    """``encoder.layers.11.mlp.fc1`` is of layer 11."""
+    return int(name.partition("layers.")[2].partition(".")[0])
+
+
+def add_text_adapter(
+    encoder: nn.Module, part: TextEncoder, adapter: Adapter, seed: int
+) -> tuple[AdapterModule, ...]:
+    """Add a trainable fp32 adapter to a frozen text encoder, which computes the same as before.
+
+    Patterns of the job mean full names (``text_encoder.encoder.layers.0.self_attn.q_proj``); peft
+    sees names in the encoder alone, so it is given each such layer's own.
+    """
+    targets = text_targets(encoder, part, adapter.targets)
+    ranks = {n: r for n in targets if (r := _own(adapter.rank_pattern.items(), part, n))}
+    alphas = {n: a for n in targets if (a := _own(adapter.alpha_pattern.items(), part, n))}
+    config = peft_config(adapter, targets, _escaped(ranks), _escaped(alphas))
+    with torch.random.fork_rng(devices=[]), not_found(FOR_QUANTISED_MODELS):
+        inject_adapter_in_model(config, encoder, adapter_name=ADAPTER_NAME)
+    return initialised_modules(encoder, part, adapter.init, seed)
+
+
+def _escaped(by_name: Mapping[str, T]) -> dict[str, T]:
+    """As patterns that match the very names."""
+    return {name.replace(".", r"\."): value for name, value in by_name.items()}
+
+
+def _own(patterns: Iterable[tuple[str, T]], part: TextEncoder, name: str) -> T | None:
+    """The value of the first pattern that matches the layer's full name."""
+    whole = full_name(part, name)
+    return next((value for pattern, value in patterns if matches(pattern, whole)), None)

@@ -1,0 +1,179 @@
+"""Draws sample images with fixed seeds, with the adapter and without it, side by side.
+
+The same seed gives the same first noise at every step of a run, so that what changes between two
+grids is the adapter's doing. Drawing leaves training as it found it.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import diffusers
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.image_processor import VaeImageProcessor
+from peft.tuners.lora import LoraLayer
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor, nn
+
+from kubelora_api.spec import Validation
+from kubelora_trainer.models.pipeline import BaseModel
+from kubelora_trainer.utils.atomic_io import write_file, writing_to
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusionXLPipeline
+
+LABEL_HEIGHT = 18
+LABELS = ("with adapter", "without")
+
+
+def draw_samples(
+    base: BaseModel,
+    unet: UNet2DConditionModel,
+    validation: Validation,
+    folder: Path,
+    step: int,
+    *,
+    resolution: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Path]:
+    """One PNG a prompt in ``folder``: left with the adapter in ``unet``, right without it.
+
+    step: optimizer steps done, part of the file's name. resolution: edge in pixels.
+    stop: asked between denoising steps; then nothing is written and the list is empty.
+    Raises ConfigurationError when a file can't be written.
+    """
+    if not validation.prompts:
+        return []
+
+    def draw_all() -> list[Image.Image]:
+        return [
+            _draw(pipeline, base, validation, number, resolution, stop)
+            for number in range(len(validation.prompts))
+        ]
+
+    models = (unet, *base.text_encoders)
+    try:
+        with _undisturbed(models):
+            pipeline = _pipeline(base, unet)
+            left = draw_all()
+            _switch_adapters(models, on=False)
+            try:
+                right = draw_all()
+            finally:
+                _switch_adapters(models, on=True)
+    except _NotWanted:
+        return []
+    grids = [side_by_side(pair, LABELS) for pair in zip(left, right, strict=True)]
+    return [_save(grid, folder / f"step-{step:06d}-{n}.png") for n, grid in enumerate(grids)]
+
+
+class _NotWanted(Exception):
+    """The run is to stop: leaves the denoising loop."""
+
+
+def _pipeline(base: BaseModel, unet: UNet2DConditionModel) -> "StableDiffusionXLPipeline":
+    from diffusers import StableDiffusionXLPipeline  # not needed before the first step
+
+    config = base.sampling_scheduler
+    kind = getattr(diffusers, str(config.get("_class_name")), diffusers.EulerDiscreteScheduler)
+    pipeline = StableDiffusionXLPipeline(
+        vae=base.vae,
+        text_encoder=base.text_encoders[0],
+        text_encoder_2=base.text_encoders[1],
+        tokenizer=base.tokenizers[0],
+        tokenizer_2=base.tokenizers[1],
+        unet=unet,
+        scheduler=kind.from_config(config),
+        force_zeros_for_empty_prompt=base.force_zeros_for_empty_prompt,
+        add_watermarker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@torch.no_grad()
+def _draw(
+    pipeline: "StableDiffusionXLPipeline",
+    base: BaseModel,
+    validation: Validation,
+    number: int,
+    resolution: int,
+    stop: Callable[[], bool],
+) -> Image.Image:
+    """One image. Latents are decoded here: the VAE is fp32 whatever the UNet's dtype is."""
+
+    def ask(
+        pipeline: object, step: int, level: Tensor, kept: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        if stop():
+            raise _NotWanted
+        return kept
+
+    latents = pipeline(
+        prompt=validation.prompts[number],
+        height=resolution,
+        width=resolution,
+        num_inference_steps=validation.inference_steps,
+        guidance_scale=validation.guidance_scale,
+        generator=torch.Generator().manual_seed(validation.seed + number),
+        output_type="latent",
+        callback_on_step_end=ask,
+    ).images
+    config = base.vae.config
+    scaled = latents.float() / config.scaling_factor
+    mean, deviation = config.get("latents_mean"), config.get("latents_std")
+    if mean is not None and deviation is not None:
+        shape = (1, -1, 1, 1)
+        scaled = scaled * scaled.new_tensor(deviation).view(shape)
+        scaled = scaled + scaled.new_tensor(mean).view(shape)
+    pixels = base.vae.decode(scaled).sample
+    image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
+    return image
+
+
+def side_by_side(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
+    """Images of one size in a row, each under its label."""
+    width, height = images[0].size
+    grid = Image.new("RGB", (width * len(images), height + LABEL_HEIGHT), "white")
+    pen = ImageDraw.Draw(grid)
+    font = ImageFont.load_default(size=11)
+    for column, (image, label) in enumerate(zip(images, labels, strict=True)):
+        pen.text((column * width + 4, 2), label, fill="black", font=font)
+        grid.paste(image, (column * width, LABEL_HEIGHT))
+    return grid
+
+
+@contextmanager
+def _undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put back train or eval mode, what needs a gradient, and the random number generators."""
+    training = [model.training for model in models]
+    trained = [p for model in models for p in model.parameters() if p.requires_grad]
+    for model in models:
+        model.eval()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            for model, mode in zip(models, training, strict=True):
+                model.train(mode)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+
+def _switch_adapters(models: Sequence[nn.Module], *, on: bool) -> None:
+    for model in models:
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer):
+                layer.enable_adapters(on)
+
+
+def _save(image: Image.Image, path: Path) -> Path:
+    encoded = io.BytesIO()
+    image.save(encoded, format="PNG")
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, encoded.getvalue())
+    return path

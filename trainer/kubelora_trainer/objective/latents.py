@@ -1,0 +1,167 @@
+"""Latents of a micro-step's images: read ahead, encoded by the VAE, kept where that is right."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from kubelora_trainer.data.dataset import Dataset, View
+from kubelora_trainer.data.images import SizeConditions, TrainingImage
+from kubelora_trainer.data.sampler import SampleDraw, SampleOrder
+from kubelora_trainer.models.pipeline import BaseModel
+from kubelora_trainer.objective.embedding_cache import Latent, LatentCache
+from kubelora_trainer.objective.latent_check import LatentSpread
+from kubelora_trainer.utils.device import to_device
+
+KEPT_LATENTS = 1024
+_Read = TrainingImage | Latent
+"""Pixels still to be encoded, or what was kept of them."""
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Latents of a micro-batch.
+
+    values: fp32 (n, channels, h, w). masks: fp32 (n, 1, h, w), each element's share of the loss;
+    None where all of every image counts.
+    """
+
+    values: torch.Tensor
+    masks: torch.Tensor | None
+
+
+class LatentSource:
+    """Latents of any micro-step, a pure function of it."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        dataset: Dataset,
+        order: SampleOrder,
+        cache: LatentCache | None = None,
+        after: Callable[[int], int] = lambda micro_step: micro_step + 1,
+    ) -> None:
+        """after: the micro-step whose images are read while one is at work."""
+        self._base, self._dataset, self._order = base, dataset, order
+        self._cache, self._after = cache, after
+        self._kept: OrderedDict[tuple[int, bool], Latent] = OrderedDict()
+        self.spread = LatentSpread([sample.category for sample in dataset.samples])
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
+        self._ahead: tuple[int, Future[list[_Read]]] | None = None
+
+    def close(self) -> None:
+        """End the reading thread."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def of(self, micro_step: int, draws: Sequence[SampleDraw]) -> Latents:
+        """One draw each from the VAE's posterior, scaled, with its mask.
+
+        draws: those of ``micro_step``, which all have one training size.
+        """
+        read = zip(draws, self._images(micro_step), strict=True)
+        kept = [self._latent_of(self._dataset.view(draw), image) for draw, image in read]
+        values = [self._drawn(draw, latent) for draw, latent in zip(draws, kept, strict=True)]
+        return Latents(torch.stack(values), _stacked_masks(kept, self._base.device))
+
+    def sizes(self, draws: Sequence[SampleDraw]) -> list[SizeConditions]:
+        """What the model is told of each draw's sizes."""
+        return [self._dataset.view(draw).sizes for draw in draws]
+
+    def ensure_cached(self, view: View) -> None:
+        """Put the view's moments on disk where they are missing and may be kept."""
+        cache = self._cache_for(view)
+        if cache is not None and cache.get(view) is None:
+            cache.put(view, self._encoded(self._dataset.image(view)))
+
+    def _cache_for(self, view: View) -> LatentCache | None:
+        return self._cache if self._dataset.has_fixed_crop(view.sample) else None
+
+    def _images(self, micro_step: int) -> list[_Read]:
+        """What was read for this micro-step; those that follow are read meanwhile."""
+        ahead, self._ahead = self._ahead, None
+        images = ahead[1].result() if ahead and ahead[0] == micro_step else self._read(micro_step)
+        following = self._after(micro_step)
+        self._ahead = (following, self._reader.submit(self._read, following))
+        return images
+
+    def _read(self, micro_step: int) -> list[_Read]:
+        views = [self._dataset.view(draw) for draw in self._order.samples_of(micro_step)]
+        return [self._read_view(view) for view in views]
+
+    def _read_view(self, view: View) -> _Read:
+        """The latent where it is kept, in memory or on disk; else the pixels."""
+        kept = self._kept.get(_key(view))
+        cache = self._cache_for(view)
+        if kept is None and cache is not None:
+            kept = cache.get(view)
+        return self._dataset.image(view) if kept is None else kept
+
+    def _drawn(self, draw: SampleDraw, latent: Latent) -> torch.Tensor:
+        """A draw from the posterior, scaled; fp32 (channels, h, w)."""
+        mean, log_variance = to_device(latent.moments, self._base.device).chunk(2)
+        spread = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
+        noise = to_device(normal(draw.posterior_seed, mean.shape), mean.device)
+        return normalise_latents(mean + spread * noise, self._base)
+
+    def _latent_of(self, view: View, read: _Read) -> Latent:
+        kept = self._kept.get(_key(view))
+        if kept is not None:
+            return kept
+        latent = self._encoded(read) if isinstance(read, TrainingImage) else read
+        self.spread.observe(
+            view.sample, normalise_latents(latent.moments.float().chunk(2)[0], self._base)
+        )
+        if self._dataset.has_fixed_crop(view.sample):
+            if self._cache is not None and isinstance(read, TrainingImage):
+                self._cache.put(view, latent)
+            self._kept[_key(view)] = Latent(latent.moments.cpu(), latent.mask)
+            if len(self._kept) > KEPT_LATENTS:
+                self._kept.popitem(last=False)
+        return latent
+
+    def _encoded(self, image: TrainingImage) -> Latent:
+        return Latent(encode(self._base, image), image.mask)
+
+
+def _stacked_masks(latents: Sequence[Latent], device: torch.device) -> torch.Tensor | None:
+    """Masks of a micro-batch; an image without one counts everywhere."""
+    if all(latent.mask is None for latent in latents):
+        return None
+    masks = [
+        torch.ones(1, *latent.moments.shape[1:]) if latent.mask is None else latent.mask
+        for latent in latents
+    ]
+    return to_device(torch.stack(masks), device)
+
+
+def _key(view: View) -> tuple[int, bool]:
+    """What the latent of a fixed crop depends on."""
+    return view.sample, view.mirrored
+
+
+@torch.no_grad()
+def encode(base: BaseModel, image: TrainingImage) -> torch.Tensor:
+    """Mean and log variance of one image's latent, one above the other: (2 channels, h, w)."""
+    pixels = to_device(image.pixels, base.device)[None]
+    moments: torch.Tensor = base.vae.encode(pixels).latent_dist.parameters[0]
+    return moments
+
+
+def normalise_latents(latents: torch.Tensor, base: BaseModel) -> torch.Tensor:
+    """Latents at the scale that the UNet was trained on; some VAEs give mean and deviation too."""
+    config = base.vae.config
+    mean, deviation = config.get("latents_mean"), config.get("latents_std")
+    if mean is not None and deviation is not None:
+        shape = (-1, 1, 1)
+        latents = (latents - latents.new_tensor(mean).view(shape)) / latents.new_tensor(
+            deviation
+        ).view(shape)
+    scaled: torch.Tensor = latents * config.scaling_factor
+    return scaled
+
+
+def normal(seed: int, shape: torch.Size) -> torch.Tensor:
+    """Standard normal numbers, drawn on the CPU: the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

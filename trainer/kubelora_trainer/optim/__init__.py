@@ -1,0 +1,1 @@
+"""Optimizers, flat buffers, learning rates, loss scaling and EMA."""

@@ -1,0 +1,83 @@
+"""The second moments of bitsandbytes' 8-bit AdamW, read where telemetry looks at them.
+
+A moment is ``map[code] * scale``: a code of 8 bits and one fp32 scale for each 256 elements, the
+largest of them. bitsandbytes' own function unpacks whole factors, 4 bytes for every parameter of
+the adapter in every step; telemetry needs some thousands of elements. Codes and scales of all
+factors therefore stand in two flat buffers, of which the library's state is views, and an element
+is looked up there. Factors that are too small for 8 bits are kept in fp32, as the library does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kubelora_trainer.optim.flat_buffers import Slot
+
+BLOCK_8BIT = 256
+"""Elements that share one fp32 scale in bitsandbytes' state."""
+SMALLEST_8BIT = 4096
+"""Factors with fewer elements than this stay in fp32, as in bitsandbytes."""
+CODES, SCALES, MAP = "state2", "absmax2", "qmap2"
+"""Names in bitsandbytes' state; that of the codes is also that of an fp32 moment."""
+
+
+class EightBitMoment:
+    """Second moments of all factors, by position in the flat masters.
+
+    decay: beta2. A factor's codes begin at a multiple of 256, so that a position's block is a
+    division.
+    """
+
+    def __init__(self, slots: Sequence[Slot], decay: float, device: torch.device) -> None:
+        self.decay = decay
+        self._slots = slots
+        self._in_codes = [slot.stop - slot.start >= SMALLEST_8BIT for slot in slots]
+        starts, places = {True: 0, False: 0}, []
+        for slot, coded in zip(slots, self._in_codes, strict=True):
+            places.append(starts[coded])
+            blocks = -(-(slot.stop - slot.start) // BLOCK_8BIT)
+            starts[coded] += blocks * BLOCK_8BIT if coded else slot.stop - slot.start
+        self._places = places
+        self._codes = torch.zeros(max(1, starts[True]), dtype=torch.uint8, device=device)
+        self._scales = torch.zeros(max(1, starts[True] // BLOCK_8BIT), device=device)
+        self._exact = torch.zeros(max(1, starts[False]), device=device)
+        self._map = torch.zeros(256, device=device)
+        self._stops = torch.tensor([slot.stop for slot in slots], device=device)
+        shifts = [place - slot.start for slot, place in zip(slots, places, strict=True)]
+        self._shifts = torch.tensor(shifts, device=device)
+        self._coded = torch.tensor(self._in_codes, device=device)
+        self._looked_up: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def adopt(self, states: Sequence[dict[str, Tensor]]) -> None:
+        """Make each factor's state (in slot order) views of the flat buffers, keeping its values.
+
+        Does nothing where it is so already.
+        """
+        for slot, state, place, coded in zip(
+            self._slots, states, self._places, self._in_codes, strict=True
+        ):
+            count = slot.stop - slot.start
+            flat = self._codes if coded else self._exact
+            _keep(state, CODES, flat[place : place + count].view(slot.shape))
+            if coded:
+                first, blocks = place // BLOCK_8BIT, -(-count // BLOCK_8BIT)
+                _keep(state, SCALES, self._scales[first : first + blocks])
+                self._map = state[MAP]
+
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        """The moments at these positions, fp32, to the bit as bitsandbytes unpacks them."""
+        assert dim == 0
+        if self._looked_up is None or self._looked_up[0] is not index:
+            slot = torch.bucketize(index, self._stops, right=True)
+            coded, place = self._coded[slot], index + self._shifts[slot]
+            self._looked_up = (index, coded, place * coded, place * ~coded)
+        _, coded, in_codes, in_exact = self._looked_up
+        unpacked = self._map[self._codes[in_codes].int()] * self._scales[in_codes // BLOCK_8BIT]
+        return torch.where(coded, unpacked, self._exact[in_exact])
+
+
+def _keep(state: dict[str, Tensor], name: str, view: Tensor) -> None:
+    if state[name].data_ptr() != view.data_ptr():
+        view.copy_(state[name])
+        state[name] = view

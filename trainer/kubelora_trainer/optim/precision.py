@@ -1,0 +1,109 @@
+"""Which floating-point type each copy of the adapter has, what that costs, and what it may lose.
+
+Apart from the buffers themselves, so that the choice can be printed, compared and tested without
+a model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kubelora_api.training_spec import Precision
+from kubelora_api.types import ComputeType
+
+DTYPES: dict[ComputeType, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+NAMES: dict[torch.dtype, ComputeType] = {dtype: name for name, dtype in DTYPES.items()}
+MAGNITUDE: Final = "lora_magnitude_vector"
+"""peft's name for DoRA's factor: the norm of each output channel's weights."""
+
+
+def is_magnitude(group: str) -> bool:
+    """Whether a group is of magnitudes, which passes read as the masters hold them."""
+    return group.rpartition(".")[2] == MAGNITUDE
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """Types of the adapter's copies.
+
+    compute: the working copy that forward and backward passes read.
+    accumulator: the buffer that sums gradients over a window.
+    masters: the weights that the optimizer updates.
+    """
+
+    compute: torch.dtype
+    accumulator: torch.dtype
+    masters: torch.dtype
+
+    def narrowest_in(self, group: str) -> torch.dtype:
+        """The type that makes the most gradients of a group zero: fp16, which has the least range.
+
+        Those of magnitudes are computed in the masters' type.
+        """
+        used = {self.accumulator, self.masters}
+        if not is_magnitude(group):
+            used.add(self.compute)
+        if torch.float16 in used:
+            return torch.float16
+        return torch.bfloat16 if torch.bfloat16 in used else torch.float32
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through a type that is too narrow for them."""
+        return self.compute == torch.float16
+
+    def bytes_per_parameter(self) -> dict[str, int]:
+        """Bytes that one adapter parameter costs, by copy; a shared copy is counted once."""
+        copies = {"working copy": self.compute.itemsize, "gradients": self.accumulator.itemsize}
+        if self.masters != self.compute:
+            copies["master weights"] = self.masters.itemsize
+        if self.masters != self.accumulator:
+            copies["gradients for the optimizer"] = self.masters.itemsize
+        return copies
+
+
+def plan_precision(precision: Precision) -> PrecisionPlan:
+    """The plan that ``spec.precision`` asks for."""
+    return PrecisionPlan(
+        compute=DTYPES[precision.compute],
+        accumulator=DTYPES[precision.accumulator],
+        masters=DTYPES[precision.master_weights],
+    )
+
+
+def describe_memory(costs: Mapping[str, int]) -> str:
+    """One line: what each copy of the adapter, and what is kept beside them, costs in bytes."""
+    parts = [f"{name} {bytes_text(size)}" for name, size in costs.items()]
+    return f"{', '.join(parts)}; together {bytes_text(sum(costs.values()))}"
+
+
+def lossy_warnings(plan: PrecisionPlan) -> list[str]:
+    """What the plan is known to lose, one sentence each; empty for the defaults."""
+    warnings = []
+    if plan.accumulator == torch.bfloat16:
+        warnings.append(
+            "precision.accumulator is bf16: a micro-batch's gradient that is 256 times smaller "
+            "than the sum so far vanishes in it"
+        )
+    if plan.masters == torch.bfloat16:
+        warnings.append(
+            "precision.masterWeights is bf16: an update smaller than about 1/512 of the weight "
+            "changes nothing"
+        )
+    return warnings
+
+
+def bytes_text(count: int) -> str:
+    """``count`` bytes for people, in powers of 1024."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

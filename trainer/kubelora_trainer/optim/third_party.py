@@ -1,0 +1,188 @@
+"""Any optimizer of a library, on per-factor views of the flat masters.
+
+The libraries make their state in the first step, each in its own way, and none knows how to leave
+everything as it is when a gradient is not finite. Both is dealt with here: state is saved and taken
+over factor by factor, and a step whose gradient must not be used is not begun. To know that, the
+host waits for the device once per optimizer step (the fused AdamW alone decides on the device).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kubelora_api.schema import JsonObject
+from kubelora_trainer.optim.bnb_8bit import EightBitMoment
+from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.telemetry.element_sampling import Elements
+from kubelora_trainer.telemetry.update_probe import Damping
+from kubelora_trainer.utils.stateful import check_like
+
+
+@dataclass(frozen=True)
+class LibraryState:
+    """How a library keeps its state.
+
+    group: numbers of the parameter groups that change from step to step. constants: tensors that
+    never change. first, second: names of the moments, where they are kept element by element in
+    fp32. damping: how the step uses the second moment, from a parameter group and the steps done.
+    text: for people.
+    """
+
+    text: str
+    group: tuple[str, ...] = ()
+    constants: frozenset[str] = field(default_factory=frozenset)
+    first: str | None = None
+    second: str | None = None
+    damping: Callable[[Mapping[str, Any], int], Damping] | None = None
+
+
+class LibraryOptimizer:
+    """``library`` over the masters of ``buffers``; see `AdapterOptimizer`.
+
+    library: made over the groups of `rate_groups`. state_bytes: memory of its whole state.
+    eight_bits: its second moments, where they are kept so.
+    """
+
+    def __init__(
+        self,
+        buffers: AdapterBuffers,
+        library: torch.optim.Optimizer,
+        state: LibraryState,
+        state_bytes: int,
+        eight_bits: EightBitMoment | None = None,
+    ) -> None:
+        self._buffers, self._library, self._state = buffers, library, state
+        self._eight_bits = eight_bits
+        self.state_text, self.state_bytes = state.text, state_bytes
+        self._moments: dict[str, Tensor] = {
+            name: torch.zeros(buffers.numel, dtype=torch.float32, device=buffers.masters.device)
+            for name in (state.first, state.second)
+            if name is not None
+        }
+        self._adopt_all()
+
+    @property
+    def first_moment(self) -> Tensor | None:
+        """Momentum, flat; None where the library keeps none element by element."""
+        return self._moments.get(self._state.first or "")
+
+    @property
+    def second_moment(self) -> Elements | None:
+        """Mean of squared gradients, flat; None where there is none, or a factored one."""
+        return self._eight_bits or self._moments.get(self._state.second or "")
+
+    @property
+    def shadow_decay(self) -> float | None:
+        """beta2 where second moments are in 8 bits."""
+        return self._eight_bits.decay if self._eight_bits else None
+
+    @property
+    def own_rate(self) -> float:
+        """The rate that the library found (Prodigy's d), where it looks for one."""
+        return float(self._library.param_groups[0].get("d", 1.0))
+
+    @property
+    def damping(self) -> Damping | None:
+        """How the second moment is used; None where the step has another form."""
+        damping = self._state.damping
+        if damping is None:
+            return None
+        first = self._library.state.get(self._buffers.master_parameters[0], {})
+        return damping(self._library.param_groups[0], int(first.get("step", 0)))
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that the state has taken in, of the factor that has the fewest."""
+        kept = self._library.state
+        return min(int(kept.get(m, {}).get("step", 0)) for m in self._buffers.master_parameters)
+
+    def step(self, learning_rate: float, non_finite: Tensor) -> None:
+        """Update the masters and publish them; nothing at all where the gradient is not finite."""
+        if bool(non_finite):
+            return
+        self._buffers.hand_to_optimizer()
+        for group in self._library.param_groups:
+            group["lr"] = learning_rate * group["scale"]
+        self._library.step()
+        self._adopt_moments()
+        self._buffers.publish_masters()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The state of each factor as ``factor/name``; nothing before the first step."""
+        return {
+            f"{factor}/{name}": value
+            for factor, state in self._by_factor()
+            for name, value in state.items()
+            if isinstance(value, Tensor) and name not in self._state.constants
+        }
+
+    def scalars(self) -> JsonObject:
+        """Numbers of the factors and of the parameter groups."""
+        return {
+            "factors": {
+                factor: {n: v for n, v in state.items() if not isinstance(v, Tensor)}
+                for factor, state in self._by_factor()
+            },
+            "groups": [
+                {n: group[n] for n in self._state.group if n in group}
+                for group in self._library.param_groups
+            ],
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
+        """Take over what `tensors` and `scalars` gave. Raises ValueError where it can't fit."""
+        self._check(tensors, scalars)
+        for slot, master in zip(self._buffers.slots, self._buffers.master_parameters, strict=True):
+            state = self._library.state[master]
+            prefix = f"{slot.factor.name}/"
+            for name in [n for n in tensors if n.startswith(prefix)]:
+                state[name.removeprefix(prefix)] = tensors[name].to(master.device, copy=True)
+            state.update(scalars["factors"].get(slot.factor.name, {}))
+        for group, saved in zip(self._library.param_groups, scalars["groups"], strict=True):
+            group.update(saved)
+        self._adopt_all()
+
+    def _check(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
+        present = self.tensors()
+        if present:
+            check_like(present, tensors)
+        known = {slot.factor.name for slot in self._buffers.slots}
+        names = {factor: set[str]() for factor in known}
+        for factor, _, name in (key.rpartition("/") for key in tensors):
+            if factor not in known:
+                raise ValueError(f"{factor} is not known")
+            names[factor].add(name)
+        # A library that makes its state in the first step can't say what it should be.
+        if tensors and (without := [factor for factor, kept in names.items() if not kept]):
+            raise ValueError(f"the state of {min(without)} is missing")
+        saved, own = scalars["groups"], self.scalars()["groups"]
+        if len(saved) != len(own):
+            raise ValueError("other parameter groups")
+        for theirs, ours in zip(saved, own, strict=True):
+            if absent := sorted(ours.keys() - theirs.keys()):
+                raise ValueError(f"the parameter group's {absent[0]} is missing")
+
+    def _by_factor(self) -> list[tuple[str, dict[str, object]]]:
+        masters = zip(self._buffers.slots, self._buffers.master_parameters, strict=True)
+        kept = self._library.state
+        return [(slot.factor.name, kept[master]) for slot, master in masters if kept.get(master)]
+
+    def _adopt_all(self) -> None:
+        if self._eight_bits:  # bitsandbytes keeps what it was given
+            masters = self._buffers.master_parameters
+            self._eight_bits.adopt([self._library.state[master] for master in masters])
+        self._adopt_moments()
+
+    def _adopt_moments(self) -> None:
+        """Make the moments views of the flat buffers, once the library has made them."""
+        for name, flat in self._moments.items():
+            for slot, master in zip(
+                self._buffers.slots, self._buffers.master_parameters, strict=True
+            ):
+                state, view = self._library.state.get(master, {}), slot.of(flat)
+                if name in state and state[name].data_ptr() != view.data_ptr():
+                    view.copy_(state[name])
+                    state[name] = view

@@ -1,0 +1,145 @@
+"""A table that grows while a run goes on: parts written at checkpoints, joined at the end.
+
+A part beyond the checkpoint that a run resumes from is dropped, for its steps come again: every
+step stands in the table once, through kills and resumes.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kubelora_api.names import OutputPath
+from kubelora_trainer.storage.output_dir import OutputFolder
+from kubelora_trainer.utils.atomic_io import flush_to_disk, sync_folder, writing_to
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # loaded when rows are written, not before the first step
+
+_PART = re.compile(r"steps-(\d+)-(\d+)\.parquet")
+
+
+class ParquetParts:
+    """Parts in the folder ``parts`` of the output, and the table ``target`` that they become."""
+
+    def __init__(
+        self,
+        folder: OutputFolder,
+        parts: str,
+        target: OutputPath,
+        resumed_step: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        """warn: is told of files that can't be read; a log is not worth a run."""
+        self._folder, self._parts = folder, folder.path / parts
+        self._target, self._warn = folder.place(target), warn
+        with writing_to(self._parts):
+            self._parts.mkdir(exist_ok=True)
+            self._reopen(resumed_step)
+        self.rewind(resumed_step)
+
+    def _reopen(self, step: int) -> None:
+        """Take a joined table apart again, for a run that goes on behind its end.
+
+        The table holds all that the parts did, so those that a kill left beside it are dropped.
+        """
+        if not self._target.exists():
+            return
+        import pyarrow.compute as pc
+
+        for left in list(self._parts.iterdir()):
+            left.unlink()
+        for rows in self._row_groups(self._target):
+            rows = rows.filter(pc.less_equal(rows["step"], step))
+            if rows.num_rows:
+                steps = pc.min_max(rows["step"])
+                self.write(rows, steps["min"].as_py(), steps["max"].as_py())
+        self._target.unlink(missing_ok=True)
+
+    def _row_groups(self, file: Path) -> "Iterator[pa.Table]":
+        """What can be read of a file; it is set aside, and that is told, where that is not all."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(file) as table:
+                for number in range(table.num_row_groups):
+                    yield table.read_row_group(number)
+        except (pa.ArrowException, OSError) as error:
+            set_aside = file.with_name(f"{file.name}.corrupt")
+            file.replace(set_aside)
+            self._warn(f"{set_aside}: damaged, so the log lacks rows of it ({error})")
+
+    def rewind(self, step: int) -> None:
+        """Drop the parts that hold steps after ``step``."""
+        with writing_to(self._parts):
+            for path in list(self._parts.iterdir()):
+                match = _PART.fullmatch(path.name)
+                if match is None or int(match[2]) > step:
+                    path.unlink()
+
+    def write(self, table: "pa.Table", first: int, last: int) -> None:
+        """Write the rows of steps ``first`` to ``last``. Raises ConfigurationError if refused."""
+        import pyarrow.parquet as pq
+
+        self._folder.assert_ours()
+        path = self._parts / f"steps-{first:08d}-{last:08d}.parquet"
+        aside = path.with_name(f".{path.name}.part")
+        with writing_to(path):
+            pq.write_table(table, aside, compression="zstd")
+            flush_to_disk(aside)
+            aside.replace(path)
+            sync_folder(path.parent)
+
+    def finish(self) -> Path:
+        """Join all parts, with their row groups; returns the table's path."""
+        import pyarrow.parquet as pq
+
+        self._folder.assert_ours()
+        target, writer = self._target, None
+        aside = target.with_name(f".{target.name}.part")
+        with writing_to(target):
+            parts = sorted(self._parts.glob("steps-*.parquet"))
+            schema = _columns_of_all(parts)
+            for part in parts:
+                for rows in self._row_groups(part):
+                    writer = writer or pq.ParquetWriter(aside, schema, compression="zstd")
+                    writer.write_table(_with_columns(rows, schema))
+            if writer:
+                writer.close()
+                flush_to_disk(aside)
+                aside.replace(target)
+                sync_folder(target.parent)
+            for part in self._parts.glob("steps-*.parquet"):
+                part.unlink()
+            with suppress(OSError):  # what was set aside stays
+                self._parts.rmdir()
+        return target
+
+
+def _columns_of_all(parts: Sequence[Path]) -> "pa.Schema":
+    """Every part's columns, in the newest part's types: an earlier version may have had others."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    fields: dict[str, pa.Field] = {}
+    for part in parts:
+        with suppress(pa.ArrowException, OSError):  # told when its rows are read
+            fields |= {field.name: field for field in pq.read_schema(part)}
+    return pa.schema(list(fields.values()))
+
+
+def _with_columns(rows: "pa.Table", schema: "pa.Schema") -> "pa.Table":
+    """The rows with the columns of ``schema``; what was not measured then is null."""
+    import pyarrow as pa
+
+    return pa.table(
+        [
+            rows[field.name].cast(field.type)
+            if field.name in rows.column_names
+            else pa.nulls(rows.num_rows, field.type)
+            for field in schema
+        ],
+        schema=schema,
+    )

@@ -1,0 +1,113 @@
+"""What the person at the terminal sees while the run goes on: a bar, or a line now and then."""
+
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from kubelora_trainer.telemetry.step_metrics import StepNumbers
+
+
+class ProgressView(Protocol):
+    """Shows steps as they are reported."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def show(self, numbers: StepNumbers, seconds_left: float | None) -> None:
+        """Show one optimizer step."""
+
+
+def open_progress(console: Console, total_steps: int, done: int) -> ProgressView:
+    """A bar on a terminal; elsewhere lines, twenty a run and at least one per 50 steps."""
+    if console.is_terminal:
+        return BarView(console, total_steps, done)
+    return LineView(console, total_steps, every=max(1, min(50, total_steps // 20)))
+
+
+class BarView:
+    """A rich progress bar: step, loss, gradient norm, time left."""
+
+    def __init__(self, console: Console, total_steps: int, done: int) -> None:
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task: TaskID = self._bar.add_task(
+            "training", total=total_steps, completed=done, numbers=""
+        )
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, numbers: StepNumbers, seconds_left: float | None) -> None:
+        """Move the bar."""
+        text = f"loss {numbers.loss:.4f}  grad norm {numbers.grad_norm:.3g}"
+        if seconds_left is not None:
+            text += f"  ETA {duration_text(seconds_left)}"
+        self._bar.update(self._task, completed=numbers.step, numbers=text)
+
+
+class LineView:
+    """One line per ``every`` steps, and for the last."""
+
+    def __init__(self, console: Console, total_steps: int, every: int) -> None:
+        self._console, self._total, self._every = console, total_steps, every
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def show(self, numbers: StepNumbers, seconds_left: float | None) -> None:
+        """Print the step where its turn has come."""
+        if numbers.step % self._every and numbers.step != self._total:
+            return
+        left = "" if seconds_left is None else f" eta={duration_text(seconds_left)}"
+        self._console.print(
+            f"step={numbers.step}/{self._total} loss={numbers.loss:.4f} "
+            f"grad_norm={numbers.grad_norm:.4g} lr={numbers.learning_rate:.3g}{left}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def duration_text(seconds: float) -> str:
+    """``1h20m``, ``2m05s`` or ``9s``."""
+    whole = max(0, round(seconds))
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"

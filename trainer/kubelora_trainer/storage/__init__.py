@@ -1,0 +1,1 @@
+"""The output directory, the record of a run, and URIs."""

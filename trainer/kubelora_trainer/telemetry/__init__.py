@@ -1,0 +1,1 @@
+"""Measurements of gradients and updates, taken on the device."""

@@ -1,0 +1,108 @@
+"""Plain counts over time: backward passes of a window, modules that get no gradient any more."""
+
+import resource
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kubelora_api.schema import JsonObject
+from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Slot
+
+DEAD_STEPS = 10
+"""Steps in a row without any gradient that make a module dead. Empty captions silence a module for
+a step now and then."""
+
+
+def least_travel(compute: torch.dtype) -> float:
+    """Sum of step sizes from which on a lora_B that began at 0 is not 0 in ``compute``.
+
+    The type's smallest normal number: 6e-5 for fp16, a thousand times the smallest that it has, so
+    that it holds for steps which are a thousandth of the rate too (Adafactor's, scaled by factors
+    that are 0; LoRA gradients near Adam's eps). A long warm-up takes steps of 1e-9 at first, which
+    fp16 rounds to 0. bf16 and fp32 reach to 1e-38.
+    """
+    return torch.finfo(compute).smallest_normal
+
+
+class BackwardPasses:
+    """Counts how often a gradient arrives in the accumulator, on one factor of each group.
+
+    K losses that are summed before one backward pass arrive once. Counted is the group that was
+    reached most often, so that a module taken out of the loss is not mistaken for that.
+    """
+
+    def __init__(self, buffers: AdapterBuffers) -> None:
+        self._counts: dict[str, int] = {}
+        first = {slot.factor.group: slot for slot in reversed(buffers.slots)}
+        for group, slot in first.items():
+            self._watch(group, slot)
+
+    @property
+    def count(self) -> int:
+        """Passes since the window began."""
+        return max(self._counts.values())
+
+    def go_on_from(self, count: int) -> None:
+        """Count from ``count`` (after a resume)."""
+        self._counts = dict.fromkeys(self._counts, count)
+
+    def _watch(self, group: str, slot: Slot) -> None:
+        self._counts[group] = 0
+
+        def arrived(_: Tensor) -> None:
+            self._counts[group] += 1
+
+        slot.factor.parameter.register_post_accumulate_grad_hook(arrived)
+
+
+class DeadModules:
+    """Counts the modules of which a factor's gradient has been exactly zero for ``DEAD_STEPS``.
+
+    Counting starts when lora_B can't be 0 any more in the type of the passes (`least_travel`):
+    until then lora_A has no gradient.
+    """
+
+    def __init__(self, slots: Sequence[Slot], compute: torch.dtype = torch.bfloat16) -> None:
+        """compute: type of the passes."""
+        self._modules = [slot.factor.module for slot in slots]
+        self._silent = [0] * len(slots)
+        self._least, self._travelled = least_travel(compute), 0.0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether weights have moved, but lora_B may still be 0 in the passes."""
+        return 0.0 < self._travelled < self._least
+
+    def to_json(self) -> JsonObject:
+        """The state as plain JSON, for a checkpoint."""
+        return {"silent": self._silent, "travelled": self._travelled}
+
+    def load(self, saved: JsonObject) -> None:
+        """Take over what ``to_json`` gave, or an earlier version's word that weights moved."""
+        self._silent = list(saved["silent"])
+        self._travelled = float(saved["travelled" if "travelled" in saved else "moved"])
+
+    def observe(self, norms: Sequence[float], step_size: float) -> int:
+        """The count after one more step. norms: L2 norms of the gradients in slot order.
+
+        step_size: what weights move by in this step where the optimizer's direction is 1.
+        """
+        if self._travelled >= self._least:
+            silent = zip(self._silent, norms, strict=True)
+            self._silent = [count + 1 if norm == 0.0 else 0 for count, norm in silent]
+        self._travelled += step_size
+        dead = zip(self._modules, self._silent, strict=True)
+        return len({module for module, count in dead if count >= DEAD_STEPS})
+
+
+def host_memory_peak() -> float:
+    """Most resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def device_memory_peak(device: torch.device) -> float:
+    """Most memory that tensors held on ``device`` so far, in bytes; NaN for the CPU."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else torch.nan

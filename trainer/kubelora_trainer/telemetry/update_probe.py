@@ -1,0 +1,191 @@
+"""What an optimizer step did to the weights, and whether its own state still moves.
+
+Compares sampled elements before and after the step. Optimizers differ in what they remember; each
+number that an optimizer has no base for is NaN.
+
+A second moment that is kept by itself, in fp32 or less, shows in one step whether it moves. One in
+8 bits does not: it moves with the scale that it shares with 255 others, and by whole codes of 0.7 %
+to 7 % where a step asks for 0.1 %. So the sampled ones are followed in fp32 beside it, and what is
+told is how many are far from that.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.telemetry.element_sampling import Elements, GroupSample, SlotSums
+
+SAME_SQUARE = 0.1
+"""Within this share a squared gradient is as large as its running mean, which then need not move.
+Farther apart, a mean with beta2 up to 0.99999 moves by 1e-6 at least: 16 units in fp32's last
+place."""
+
+
+FAR = 4.0
+"""A second moment in 8 bits that is off by more than this factor does not follow: it makes a step
+wrong by its root, twice as long or half. docs/numerics.md tells how far rounding alone goes."""
+
+
+@dataclass(frozen=True)
+class Damping:
+    """An Adam-like step divides by ``sqrt(second_moment / correction) + eps``.
+
+    correction: 1 - beta2^t, or 1 without bias correction. Numbers, or scalars on the device.
+    """
+
+    eps: float | Tensor
+    correction: float | Tensor
+
+
+class Moments(Protocol):
+    """What the telemetry looks at in an optimizer: flat tensors laid out like the masters.
+
+    Asked anew in every step, before and after it. None where the optimizer has no such thing.
+    """
+
+    @property
+    def first_moment(self) -> Tensor | None:
+        """Running mean of gradients."""
+
+    @property
+    def second_moment(self) -> Elements | None:
+        """Running mean of squared gradients, element by element."""
+
+    @property
+    def shadow_decay(self) -> float | None:
+        """beta2 where second moments share a scale, and must be followed in fp32; else None."""
+
+    @property
+    def damping(self) -> Damping | None:
+        """How the second moment is used; None where the step has another form."""
+
+
+class UpdateProbe:
+    """Measures one optimizer step. All results fp64 on the device.
+
+    lost (groups): share of weights that kept their bits although their momentum (their gradient,
+    where the optimizer keeps no momentum in this form) is not zero.
+    change (groups): root mean square of the change. scale (groups), slot_scale (slots): the same,
+    divided by the slot's rate scale and not yet by the rate.
+    stuck (groups): share of second moments that kept their bits, of those whose squared gradient
+    is another; where they share a scale, of those off by more than ``FAR``.
+    damping (groups): mean of sqrt(v̂) / (sqrt(v̂) + eps) over those that are not 0.
+    stale (1): share of the working copy's elements that are not their masters, rounded.
+    """
+
+    def __init__(
+        self,
+        buffers: AdapterBuffers,
+        moments: Moments,
+        sample: GroupSample,
+        rate_scales: Sequence[float] | None = None,
+    ) -> None:
+        """rate_scales: what each slot's learning rate is multiplied by; None: 1 for all."""
+        self._buffers, self._moments, self._sample = buffers, moments, sample
+        self._slots = SlotSums(sample, buffers.slots)
+        self._rate_scale = self._slots.spread(rate_scales) if rate_scales else None
+        self._unknown = torch.full(
+            (len(buffers.groups),), torch.nan, dtype=torch.float64, device=buffers.masters.device
+        )
+        self.lost = self.change = self.scale = self.stuck = self.damping = self._unknown
+        self.slot_scale = self._unknown.new_full((len(buffers.slots),), torch.nan)
+        self.stale = self._unknown.new_zeros(1)
+        held = sample.index < buffers.working.numel()  # magnitudes have no working copy
+        self._copied = sample.index.where(held, 0).flatten()
+        self._held = sample.weight * held
+        self._all_held = self._held.sum()
+        self._weights: Tensor | None = None
+        self._second: Tensor | None = None
+        shape = (0, 0) if moments.shadow_decay is None else sample.index.shape
+        self._shadow = torch.zeros(shape, dtype=torch.float32, device=buffers.masters.device)
+
+    def before(self) -> None:
+        """Right before the optimizer step."""
+        self._weights = self._sample.take(self._buffers.masters)
+        self._second = self._taken(self._moments.second_moment)
+
+    def after(self) -> None:
+        """Right after it, while the gradient that it used still stands."""
+        before, second_before = self._weights, self._second
+        self._weights = self._second = None
+        if before is None:
+            return
+        now = self._sample.take(self._buffers.masters)
+        self.stale = self._stale(now)
+        change = now.double() - before.double()
+        squares = change.square()
+        self.change = self.scale = self._sample.mean(squares).sqrt()
+        if self._rate_scale is not None:
+            squares = (change / self._rate_scale).square()
+            self.scale = self._sample.mean(squares).sqrt()
+        self.slot_scale = (self._slots.of(squares) / self._slots.counts).sqrt()
+        first = self._moments.first_moment
+        # Without momentum a step follows the gradient.
+        meant = self._sample.take(self._buffers.optimizer_gradient if first is None else first)
+        self.lost = self._sample.mean((now == before) & (meant != 0))
+        second = self._taken(self._moments.second_moment)
+        if second is not None and second_before is not None:
+            gradient = self._sample.take(self._buffers.optimizer_gradient)
+            if (decay := self._moments.shadow_decay) is None:
+                self.stuck = stuck_ratio(self._sample, second_before, second, gradient)
+            else:
+                moved = (second != second_before).any()  # else the step was left out
+                mean = decay * self._shadow + (1 - decay) * gradient.float().square()
+                self._shadow = torch.where(moved, mean, self._shadow)
+                self.stuck = far_ratio(self._sample, second, self._shadow)
+            if (damping := self._moments.damping) is not None:
+                self.damping = damping_ratio(self._sample, second, damping)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What second moments should be, for a checkpoint; nothing where they need no shadow."""
+        return {"second_moment": self._shadow} if self._shadow.numel() else {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what ``tensors`` gave."""
+        if self._shadow.numel():
+            self._shadow = tensors["second_moment"].to(self._shadow.device)
+
+    def _stale(self, masters: Tensor) -> Tensor:
+        working = self._buffers.working
+        if working is self._buffers.masters:
+            return self.stale
+        read = working.index_select(0, self._copied).view_as(masters)
+        differ = (read != masters.to(working.dtype)) * self._held
+        return (differ.sum() / self._all_held).reshape(1)
+
+    def _taken(self, flat: Elements | None) -> Tensor | None:
+        return None if flat is None else self._sample.take(flat)
+
+
+def stuck_ratio(sample: GroupSample, before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
+    """Share of second moments that did not move although they should have, fp64 (groups).
+
+    One should move where g² differs from it by more than ``SAME_SQUARE`` of the larger of both.
+    NaN where none should. Squares are taken in fp64: one that underflows in the state's type
+    should have moved it.
+    """
+    mean, square = before.double(), gradient.double().square()
+    differs = (square - mean).abs() > SAME_SQUARE * torch.maximum(square, mean)
+    return sample.share(differs, after == before)
+
+
+def far_ratio(sample: GroupSample, found: Tensor, exact: Tensor) -> Tensor:
+    """Share of ``found`` that ``exact`` is more than ``FAR`` times away from, fp64 (groups).
+
+    NaN where there is nothing but zeros.
+    """
+    far = (found > FAR * exact) | (found < exact / FAR)
+    return sample.share((exact != 0) | (found != 0), far)
+
+
+def damping_ratio(sample: GroupSample, second: Tensor, damping: Damping) -> Tensor:
+    """Mean of sqrt(v̂) / (sqrt(v̂) + eps), v̂ bias-corrected, where v is not 0; fp64 (groups).
+
+    Kingma & Ba 2015, algorithm 1. NaN where every v is 0.
+    """
+    root = (second.double() / damping.correction).sqrt()
+    return sample.share(second != 0, root / (root + damping.eps))

@@ -1,0 +1,1 @@
+"""The training run: set-up, loop, publication and lifecycle."""

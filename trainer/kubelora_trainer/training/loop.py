@@ -1,0 +1,207 @@
+"""Training, on one page: resume, accumulate, measure, clip, step, report, checkpoint.
+
+Every part is handed in; what a part does is told in its own file.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kubelora_api.status import Finding
+from kubelora_api.training_spec import Training
+from kubelora_trainer.checkpoint.checkpointer import RunPosition
+from kubelora_trainer.data.sampler import Plan
+from kubelora_trainer.distributed.process_group import ALONE, Exchanged, Gang
+from kubelora_trainer.distributed.reduce_payload import Asked
+from kubelora_trainer.health.policy import RollbackDue
+from kubelora_trainer.health.startup_checks import ReachedModules
+from kubelora_trainer.optim.adamw import AdapterOptimizer, clip_coefficient
+from kubelora_trainer.optim.ema import MovingAverage
+from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.optim.loss_scaler import LossScaler
+from kubelora_trainer.optim.lr_schedule import learning_rate
+from kubelora_trainer.telemetry.category_losses import CategoryLosses
+from kubelora_trainer.telemetry.gradient_dump import GradientDump, MicroStepName
+from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry
+from kubelora_trainer.telemetry.host_transfer import PendingNumbers, StepFacts
+from kubelora_trainer.training.step_reporter import Reporter
+from kubelora_trainer.utils.errors import HeldByPolicy, PolicyFailure, RunEnded
+
+JUDGED_RATE_SHARE = 0.1
+"""Below this share of the peak rate (warm-up from 0, a cosine's tail) even fp32 rounds updates
+away, as it should; whether weights move is not judged there. At 1e-6 a step of 3e-7 moves a weight
+of 0.1 by 40 units in fp32's last place, a hundredth of it by less than half a unit."""
+
+
+class MicroBatch(Protocol):
+    """What the objective gives for one micro-step: losses summed over ``samples`` samples."""
+
+    @property
+    def loss_sum(self) -> Tensor:
+        """Scalar fp32 with a graph."""
+
+    @property
+    def samples(self) -> int:
+        """Samples in the sum."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of."""
+
+    training: Training
+    plan: Plan
+    objective: Callable[[int], MicroBatch]
+    buffers: AdapterBuffers
+    optimizer: AdapterOptimizer
+    telemetry: GradientTelemetry
+    reporter: Reporter
+    average: MovingAverage | None = None
+    categories: CategoryLosses | None = None
+    scaler: LossScaler | None = None
+    dump: GradientDump | None = None
+    gang: Gang = ALONE
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """What is summed over a window's samples beside gradient and loss; fp64."""
+        return [self.categories.sums] if self.categories else []
+
+
+def train(
+    parts: Parts,
+    position: RunPosition,
+    *,
+    stop: Callable[[], bool],
+    checkpoint: Callable[[RunPosition], None],
+    checkpoint_every: int,
+    roll_back: Callable[[RunPosition, Finding], RunPosition],
+    after_step: Callable[[RunPosition], None] = lambda position: None,
+) -> RunPosition:
+    """Train from ``position`` to the last step; returns early on ``stop``: a single rank between
+    micro-steps, several at the window's end, together.
+
+    roll_back: restores an earlier position because of a finding. after_step: called after every
+    optimizer step (sample images).
+    Raises NumericalError before a wrong number reaches a weight, and what the health policy wants.
+    """
+    reached = ReachedModules(parts.buffers)
+    while position.step < parts.plan.optimizer_steps:
+        in_window = parts.gang.between_micro_steps(stop)
+        position = accumulate_window(parts, position, reached, in_window)
+        due = judged(parts.reporter)
+        asked = Asked(stop(), due is not None)
+        exchanged = parts.gang.exchange(parts.buffers, position, asked, parts.sums)
+        position = exchanged.position
+        if exchanged.asked.due:
+            position = obey(parts, due, position, checkpoint, roll_back)
+            continue
+        if exchanged.asked.stop:
+            return position
+        pending, position = take_step(parts, exchanged)
+        parts.reporter.expect(pending)
+        if position.step % checkpoint_every == 0 or position.step == parts.plan.optimizer_steps:
+            heeded = obey(parts, judged(parts.reporter), position, checkpoint, roll_back)
+            if heeded is not position:
+                position = heeded
+                continue
+            checkpoint(position)
+        after_step(position)
+    return position
+
+
+def judged(reporter: Reporter) -> RunEnded | RollbackDue | None:
+    """Report the numbers on their way; what they make due, in this rank's eyes."""
+    try:
+        reporter.drain()
+    except (RunEnded, RollbackDue) as due:
+        return due
+    return None
+
+
+def obey(
+    parts: Parts,
+    due: RunEnded | RollbackDue | None,
+    position: RunPosition,
+    checkpoint: Callable[[RunPosition], None],
+    roll_back: Callable[[RunPosition, Finding], RunPosition],
+) -> RunPosition:
+    """Do, on every rank, what the first rank with something ``due`` says.
+
+    Returns ``position`` itself, or an earlier one that training goes on from.
+    """
+    everyones = parts.gang.gathered(due)
+    verdict = next((one for one in everyones if one is not None), None)
+    if verdict is None:
+        return position
+    if isinstance(verdict, RollbackDue):
+        earlier = roll_back(position, verdict.finding)
+        return parts.gang.adopt(earlier, parts.buffers, parts.sums)
+    if isinstance(verdict, (PolicyFailure, HeldByPolicy)):
+        checkpoint(position)
+    verdict.alike = True
+    raise verdict
+
+
+def accumulate_window(
+    parts: Parts, position: RunPosition, reached: ReachedModules, stop: Callable[[], bool]
+) -> RunPosition:
+    """Run this rank's micro-steps of the window; gradients sum up in the flat buffer."""
+    window = parts.plan.window(position.step)
+    own, begun = parts.gang.share.of(window), position.micro_step > window.start
+    loss, samples, done = position.window_loss, position.window_samples, position.micro_step
+    parts.telemetry.begin_window(own, position.micro_step if begun else own.start)
+    for micro_step in parts.gang.share.of(range(position.micro_step, window.stop)):
+        if stop():
+            break
+        of_order = micro_step + position.skipped
+        name = MicroStepName(position.step + 1, micro_step - window.start, of_order)
+        dumping = parts.dump.micro_step(name) if parts.dump else nullcontext()
+        with parts.telemetry.micro_step(micro_step), dumping:
+            micro_batch = parts.objective(of_order)
+            loss_sum = micro_batch.loss_sum
+            (parts.scaler.scaled(loss_sum) if parts.scaler else loss_sum).backward()
+        reached.check()
+        loss = loss + micro_batch.loss_sum.detach().double()
+        samples += micro_batch.samples
+        done = micro_step + 1
+    else:
+        done = window.stop
+    return replace(position, micro_step=done, window_samples=samples, window_loss=loss)
+
+
+def take_step(parts: Parts, exchanged: Exchanged) -> tuple[PendingNumbers, RunPosition]:
+    """Turn the finished window into one optimizer step, the same on every rank."""
+    position, buffers, telemetry = exchanged.position, parts.buffers, parts.telemetry
+    rate = learning_rate(parts.training, position.step, parts.plan.optimizer_steps)
+    buffers.assert_bound()
+    buffers.normalise(position.window_samples)
+    if parts.scaler:
+        buffers.scale(parts.scaler.inverse)
+    norm = telemetry.measure_gradient()
+    buffers.scale(clip_coefficient(norm, parts.training.max_grad_norm))
+    non_finite = (~torch.isfinite(norm)).float()
+    with telemetry.update():
+        parts.optimizer.step(rate, non_finite)
+    if parts.average:
+        parts.average.update(position.step, non_finite)
+    buffers.zero_gradient()
+    facts = StepFacts(
+        step=position.step + 1,
+        learning_rate=rate,
+        samples=position.window_samples,
+        judge_updates=rate >= JUDGED_RATE_SHARE * parts.training.peak_rate,
+        own_rate=parts.optimizer.own_rate,
+        broken_ranks=exchanged.broken,
+    )
+    categories = parts.categories.take() if parts.categories else None
+    divergence = torch.full_like(position.window_loss, exchanged.divergence)
+    pending = telemetry.pack(facts, position.window_loss, categories, divergence)
+    if parts.scaler:
+        parts.scaler.update(non_finite)
+    no_loss = torch.zeros_like(position.window_loss)
+    return pending, replace(position, step=position.step + 1, window_samples=0, window_loss=no_loss)

@@ -1,0 +1,102 @@
+"""The finished adapter: exported, proven to load, drawn with, and pushed where the job says."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from kubelora_api.names import OutputPath
+from kubelora_api.status import Artifact
+from kubelora_trainer.export.upload import push
+from kubelora_trainer.export.verify_text_encoders import verify_text_encoders
+from kubelora_trainer.export.verify_unet import verify_export
+from kubelora_trainer.export.writers import (
+    DTYPES,
+    Title,
+    dtype_that_holds,
+    export_diffusers,
+    export_kohya,
+)
+from kubelora_trainer.lora.adapter import trained_layers
+from kubelora_trainer.models.sample_images import draw_samples
+from kubelora_trainer.storage.output_dir import OutputFolder, artifact_of
+from kubelora_trainer.training.context import Run
+from kubelora_trainer.training.setup import Material
+
+
+def export_adapter(
+    folder: OutputFolder,
+    material: Material,
+    weights: Mapping[str, torch.Tensor],
+    warn: Callable[[str], None],
+) -> list[Artifact]:
+    """Write the adapter from ``weights`` (by factor), load it as a user would, and compare."""
+    folder.assert_ours()
+    spec, base = folder.job.spec, material.base
+    layers = trained_layers(material.modules, weights)
+    wanted = DTYPES[spec.output.dtype]
+    dtype = dtype_that_holds(layers, wanted)
+    if dtype != wanted:
+        warn(
+            "fp16 is too narrow for this adapter's weights, so its files are in fp32; "
+            "output.dtype bf16 would hold them in half the size"
+        )
+    title = Title(
+        folder.job.metadata.name,
+        spec.dataset.resolution,
+        base.noise_scheduler.config.prediction_type,
+    )
+    encoders = material.trained_encoders
+    exported = [export_diffusers(base.unet, layers, folder.path, dtype=dtype, encoders=encoders)]
+    if not spec.adapter.dora:  # see NO_KOHYA_FILE
+        exported.append(export_kohya(base.unet.config, layers, folder.path, title, dtype=dtype))
+    checks = verify_export(
+        base.folder,
+        [file.path for file in exported],
+        base.unet,
+        layers,
+        variant=spec.model.variant,
+        dtype=dtype,
+    )
+    checks += verify_text_encoders(
+        base.folder,
+        [file.path for file in exported],
+        encoders,
+        layers,
+        unet_config=base.unet.config,
+        variant=spec.model.variant,
+        dtype=dtype,
+    )
+    if not any(check.effect > 0 for check in checks):
+        warn(
+            "the adapter changes nothing yet: its updates are smaller than the last digit of "
+            f"{spec.precision.compute}. Train longer, or raise the learning rate"
+        )
+    return [artifact_of(folder, file.path) for file in exported]
+
+
+def draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None:
+    """Draw the sample images of ``step``, where the job has prompts."""
+    spec = run.job.spec
+    if spec.validation.prompts:
+        folder.assert_ours()
+        paths = draw_samples(
+            material.base,
+            material.base.unet,
+            spec.validation,
+            folder.place(OutputPath.SAMPLES),
+            step,
+            resolution=spec.dataset.resolution,
+            stop=lambda: run.stop.requested,
+        )
+        if run.tracking:
+            run.tracking.log_samples(paths, step)
+
+
+def push_adapter(run: Run, folder: OutputFolder, artifacts: list[Artifact]) -> None:
+    """Copy the finished adapter to where the job says, and note that it is there."""
+    run.exported = artifacts
+    if uri := run.job.spec.output.push:
+        push(folder, uri)
+        folder.record = folder.record.model_copy(update={"pushed": uri})
+        folder.write_manifest("Done", artifacts=artifacts)
+        run.say(f"pushed: the adapter is at {uri}")

@@ -1,0 +1,213 @@
+"""What a run trains on: model, adapter, data and objective, opened from the job's places.
+
+Everything that can be wrong about a job's inputs is found here, before the first step.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from kubelora_api.names import OutputPath
+from kubelora_api.spec import Adapter, JobSpec, Model
+from kubelora_api.types import TextEncoder
+from kubelora_trainer.data.dataset import Dataset, open_dataset
+from kubelora_trainer.data.preflight_report import PreflightReport, report_text, write_report
+from kubelora_trainer.data.sources import open_extra_sources, open_folder
+from kubelora_trainer.data.token_limits import caption_limits
+from kubelora_trainer.distributed.topology import ONLY_SEAT, Seat
+from kubelora_trainer.lora.adapter import AdapterModule, add_adapter
+from kubelora_trainer.lora.init_from_lora import warm_start
+from kubelora_trainer.lora.text_encoder import add_text_adapter
+from kubelora_trainer.models.pipeline import BaseModel, load_base_model
+from kubelora_trainer.models.sgm_keys import Part
+from kubelora_trainer.models.single_file import (
+    check_single_file,
+    read_header,
+    single_file_of,
+    unpack,
+)
+from kubelora_trainer.objective.embedding_cache import NO_CACHE, open_cache
+from kubelora_trainer.objective.sdxl_loss import SdxlObjective
+from kubelora_trainer.optim.flat_buffers import Factor
+from kubelora_trainer.optim.precision import DTYPES
+from kubelora_trainer.storage.downloads import cache_directory
+from kubelora_trainer.storage.output_dir import OutputFolder
+from kubelora_trainer.storage.uris import resolve_cache, resolve_input
+from kubelora_trainer.utils.atomic_io import writing_to
+from kubelora_trainer.utils.cpu_threads import cpu_quota, thread_count, usable_cores
+from kubelora_trainer.utils.errors import ConfigurationError, Interrupted
+from kubelora_trainer.utils.progress_log import counting
+
+DEFAULT_CONFIG = "hf://stabilityai/stable-diffusion-xl-base-1.0"
+"""Lends configurations and tokenizers to single-file models."""
+
+
+TEXT_PARTS: tuple[TextEncoder, TextEncoder] = ("text_encoder", "text_encoder_2")
+
+
+@dataclass(frozen=True)
+class Material:
+    """The opened inputs of a run."""
+
+    base: BaseModel
+    modules: tuple[AdapterModule, ...]
+    dataset: Dataset
+    objective: SdxlObjective
+
+    @property
+    def trained_encoders(self) -> dict[Part, nn.Module]:
+        """Text encoders that have an adapter, by part."""
+        parts = {module.part for module in self.modules}
+        pairs = zip(TEXT_PARTS, self.base.text_encoders, strict=True)
+        return {part: encoder for part, encoder in pairs if part in parts}
+
+    @property
+    def factors(self) -> list[Factor]:
+        """All factors of every module, in the modules' order."""
+        return factors_of(self.modules)
+
+
+def factors_of(modules: Sequence[AdapterModule]) -> list[Factor]:
+    """What is trained of ``modules``."""
+    return [
+        Factor(module.full_name, f"{module.group_block}.{name}", parameter)
+        for module in modules
+        for name, parameter in module.factors.items()
+    ]
+
+
+def open_material(
+    spec: JobSpec,
+    mounts: Mapping[str, Path],
+    output: OutputFolder,
+    say: Callable[[str], None],
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    seat: Seat = ONLY_SEAT,
+    at_once: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
+) -> Material:
+    """Open dataset (first, it is quick to judge), model and adapter. Rank 0 publishes preflight.
+
+    stop: asked between images, so that a long preflight can be ended. at_once: a context, told what
+    goes on, that ends what can't be asked (a download, weights being read). Raises Interrupted
+    then, and ConfigurationError for whatever is missing, damaged or of another kind.
+    """
+    device = choose_device(spec, torch.cuda.is_available())
+    with at_once("while the model was fetched"):
+        model_folder = _model_folder(spec.model, mounts, say)
+        vae = resolve_input(spec.model.vae, mounts, content="vae") if spec.model.vae else None
+
+    def publish(report: PreflightReport) -> None:
+        if seat.rank != 0:
+            return
+        with writing_to(output.path):
+            write_report(report, output.place(OutputPath.PREFLIGHT))
+        say(report_text(report))
+
+    progress = counting("data: images read", say)
+
+    def tick(done: int, total: int) -> None:
+        if stop():
+            raise Interrupted(
+                f"stopped while the data was looked at, {done} of {total} images; nothing is lost, "
+                "the same command begins anew"
+            )
+        progress(done, total)
+
+    with at_once("while the data was fetched"):
+        folder = open_folder(spec.dataset.uri, spec.dataset.columns, mounts)
+        extra = open_extra_sources(spec.dataset, mounts)
+    dataset = open_dataset(
+        folder,
+        spec.dataset,
+        extra=extra,
+        limits=caption_limits(model_folder),
+        tick=tick,
+        publish=publish,
+    )
+    with at_once("while the model was read"):
+        base = load_base_model(
+            model_folder,
+            variant=spec.model.variant,
+            vae=vae,
+            dtype=DTYPES[spec.precision.compute],
+            device=device,
+            prediction=spec.model.prediction_type,
+            zero_terminal_snr=spec.model.zero_terminal_snr,
+        )
+        modules = add_adapters(base, spec.adapter, spec.training.seed)
+        if spec.adapter.from_:
+            place = resolve_input(spec.adapter.from_, mounts, content="adapter")
+            say(f"adapter: starts from {warm_start(modules, base.unet, place)}")
+    limit_threads(sum(p.numel() for p in base.unet.parameters()), seat.ranks_per_node)
+    say(
+        f"model: {model_folder} on {device}; adapter: {len(modules)} modules, "
+        f"{sum(p.numel() for m in modules for p in m.factors.values()):,} parameters"
+    )
+    cache = NO_CACHE
+    if spec.dataset.cache:
+        cache = open_cache(
+            resolve_cache(spec.dataset.cache, mounts),
+            base,
+            dataset,
+            say,
+            text_trained=bool(spec.adapter.text_encoders),
+        )
+    return Material(base, modules, dataset, SdxlObjective(base, dataset, spec, cache, seat.share))
+
+
+def add_adapters(base: BaseModel, adapter: Adapter, seed: int) -> tuple[AdapterModule, ...]:
+    """Adapters of the text encoders that the job names, and of the UNet; the UNet's first."""
+    of_text: list[AdapterModule] = []
+    for part, encoder in zip(TEXT_PARTS, base.text_encoders, strict=True):
+        if part in adapter.text_encoders:
+            of_text += add_text_adapter(encoder, part, adapter, seed)
+    names = [module.full_name for module in of_text]
+    return (*add_adapter(base.unet, adapter, seed, names), *of_text)
+
+
+def _model_folder(model: Model, mounts: Mapping[str, Path], say: Callable[[str], None]) -> Path:
+    """The pipeline's folder; a single-file checkpoint is unpacked to one."""
+    place = resolve_input(model.uri, mounts, content="model", variant=model.variant)
+    file = single_file_of(place)
+    if file is None:
+        return place
+    check_single_file(file, read_header(file))  # before anything is fetched for it
+    lender = resolve_input(model.config or DEFAULT_CONFIG, mounts, content="configuration")
+    return unpack(file, lender, cache_directory(), say)
+
+
+def choose_device(spec: JobSpec, cuda: bool) -> torch.device:
+    """The device that the job asks for. cuda: whether there is a usable one.
+
+    Raises ConfigurationError rather than train on a CPU where a GPU was meant.
+    """
+    wanted = spec.training.device
+    if wanted == "cpu" or (wanted == "auto" and not cuda and spec.workers.gpus_per_node == 0):
+        return torch.device("cpu")
+    if not cuda:
+        why = (
+            "spec.training.device is cuda"
+            if wanted == "cuda"
+            else f"spec.workers.gpusPerNode is {spec.workers.gpus_per_node}"
+        )
+        raise ConfigurationError(
+            f"no usable CUDA GPU here, but {why}; to train on the CPU, say so with "
+            "--set spec.training.device=cpu"
+        )
+    return torch.device("cuda")
+
+
+def limit_threads(parameters: int, processes: int = 1) -> None:
+    """Let torch use as many threads as are of use. processes: ranks that share this machine."""
+    cores, quota = max(1, usable_cores() // processes), cpu_quota()
+    threads = thread_count(
+        parameters, os.environ, cores, None if quota is None else quota / processes
+    )
+    if threads is not None:
+        torch.set_num_threads(threads)

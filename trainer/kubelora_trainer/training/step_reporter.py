@@ -1,0 +1,191 @@
+"""Where a step's numbers go: watchdog, metrics, status report, run log, progress.
+
+One place, so that the loop itself says `report` and nothing else. Numbers arrive one step late
+(the copy from the device is asynchronous); ``drain`` fetches the last.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from kubelora_api.names import OutputPath
+from kubelora_api.report import RunPhase
+from kubelora_api.spec import Health
+from kubelora_api.status import CheckpointStatus, Finding
+from kubelora_trainer.checkpoint.checkpointer import RunPosition
+from kubelora_trainer.checkpoint.directories import SavedCheckpoint
+from kubelora_trainer.health import policy as health_policy
+from kubelora_trainer.health import watchdog as health
+from kubelora_trainer.health.baseline import Baseline
+from kubelora_trainer.health.quantities import RunFacts
+from kubelora_trainer.health.startup_checks import FirstGradients, check_finite
+from kubelora_trainer.optim.flat_buffers import Slot
+from kubelora_trainer.reporting.progress_bar import ProgressView
+from kubelora_trainer.reporting.prometheus import Board, Exporter, TrainerMetrics
+from kubelora_trainer.reporting.run_log import NoLog, RunLog
+from kubelora_trainer.storage.output_dir import OutputFolder
+from kubelora_trainer.telemetry.host_transfer import PendingNumbers
+from kubelora_trainer.telemetry.step_metrics import StepNumbers
+from kubelora_trainer.telemetry.worst_modules import worst_modules
+from kubelora_trainer.utils.errors import HeldByPolicy
+
+UNSETTLED_STEPS = 3
+"""First steps left out of the gradient-norm range: lora_B starts at 0."""
+PACE_STEPS = 50
+"""Steps whose mean duration the time left is computed from."""
+
+
+class Reporter:
+    """Takes each step's numbers and tells everyone who listens.
+
+    also: called with each step's numbers (trackers). elsewhere: what is found outside the numbers,
+    as known in a step.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: tuple[Slot, ...],
+        policy: Health,
+        facts: RunFacts,
+        baseline: Baseline | None = None,
+        metrics: TrainerMetrics,
+        exporter: Exporter | Board,
+        run_log: RunLog | NoLog,
+        progress: ProgressView,
+        first_gradients: FirstGradients,
+        position: RunPosition,
+        also: Callable[[StepNumbers], None] = lambda numbers: None,
+        elsewhere: Callable[[int], Sequence[Finding]] = lambda step: (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slots, self._policy, self._facts = slots, policy, facts
+        self._baseline = baseline
+        self._metrics, self._exporter = metrics, exporter
+        self._run_log, self._progress = run_log, progress
+        self._first_gradients = first_gradients
+        self._clock, self._also = clock, also
+        self._elsewhere = elsewhere
+        self._pending: PendingNumbers | None = None
+        self._pace: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=PACE_STEPS + 1)
+        self._rollback = position.rollback
+        self.watch = health.resumed(position.watch) if position.step else position.watch
+        self.norm_range = position.norm_range
+
+    def expect(self, pending: PendingNumbers) -> None:
+        """Note numbers that are on their way."""
+        self._pending = pending
+
+    def drain(self) -> None:
+        """Read and report the numbers on their way, if any.
+
+        Raises NumericalError for a gradient that is not finite or a broken start-up contract, and
+        what the health policy wants of a critical finding: PolicyFailure, HeldByPolicy,
+        RollbackDue.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._report(pending.read())
+
+    def rewind(self, position: RunPosition, moved: int) -> None:
+        """Go on from an earlier position, where ``moved`` steps have moved something."""
+        self._pending = None
+        self._rollback = position.rollback
+        self.watch, self.norm_range = position.watch, position.norm_range
+        self._first_gradients.rewind(moved)
+        self._run_log.rewind(position.step)
+        self._exporter.report = self._exporter.report.model_copy(
+            update={"step": position.step, "health": self.watch.status()}
+        )
+
+    def position(self, position: RunPosition) -> RunPosition:
+        """``position`` with what the reporter remembers, for a checkpoint."""
+        return replace(position, watch=self.watch, norm_range=self.norm_range)
+
+    def phase(self, phase: RunPhase) -> None:
+        """Tell what the run is busy with."""
+        self._exporter.report = self._exporter.report.model_copy(update={"phase": phase})
+
+    def checkpointed(self, saved: SavedCheckpoint, folder: OutputFolder) -> None:
+        """Tell of the newest checkpoint: one just written, or the one resumed from."""
+        self._metrics.checkpointed(saved.step, saved.path.stat().st_mtime)
+        uri = f"{folder.job.spec.output.uri.rstrip('/')}/{OutputPath.CHECKPOINTS}/{saved.path.name}"
+        status = CheckpointStatus(step=saved.step, uri=uri)
+        self._exporter.report = self._exporter.report.model_copy(update={"checkpoint": status})
+
+    def _report(self, numbers: StepNumbers) -> None:
+        self.watch = health.observe(self.watch, numbers, self._facts)
+        for finding in self._elsewhere(numbers.step):
+            if finding.name not in self.watch.found:
+                self.watch = health.with_finding(self.watch, finding)
+        if self._baseline:
+            self.watch = self._baseline.compare(self.watch, numbers, self._facts.total_steps)
+        self.norm_range = _widen(self.norm_range, numbers.grad_norm, numbers.step)
+        seconds, per_second, left = self._timing(numbers)
+        self._metrics.publish(numbers, self.watch, seconds)
+        self._exporter.report = self._exporter.report.model_copy(
+            update={
+                "step": numbers.step,
+                "loss": _finite_or_none(numbers.loss),
+                "category_loss": self._exporter.report.category_loss | _of_categories(numbers),
+                "grad_norm": _finite_or_none(numbers.grad_norm),
+                "learning_rate": significant(numbers.learning_rate),
+                "samples_per_second": significant(per_second),
+                "seconds_left": significant(left),
+                "health": self.watch.status(),
+            }
+        )
+        self._exporter.worst_modules = partial(worst_modules, self._slots, numbers)
+        self._run_log.append(numbers)
+        self._progress.show(numbers, left)
+        self._also(numbers)
+        self._judge(numbers)
+
+    def _judge(self, numbers: StepNumbers) -> None:
+        finding = self.watch.due
+        due = health_policy.verdict_on(finding, self._policy, self._rollback) if finding else None
+        if isinstance(due, HeldByPolicy):
+            self.watch = health.accept(self.watch)
+            raise due
+        if due and self._policy.policy == "Rollback":
+            raise due
+        check_finite(self._slots, numbers)
+        self._first_gradients.observe(numbers)
+        if due:
+            raise due
+
+    def _timing(self, numbers: StepNumbers) -> tuple[float, float, float]:
+        """Seconds of this step, samples per second and seconds left, at the recent pace."""
+        before = self._pace[-1][0]
+        self._pace.append((self._clock(), numbers.samples))
+        elapsed = max(self._pace[-1][0] - self._pace[0][0], 1e-9)
+        steps = len(self._pace) - 1
+        samples = sum(count for _, count in list(self._pace)[1:])
+        left = self._exporter.report.total_steps - numbers.step
+        return self._pace[-1][0] - before, samples / elapsed, left * elapsed / steps
+
+
+def _widen(seen: tuple[float, float] | None, norm: float, step: int) -> tuple[float, float] | None:
+    if norm - norm != 0.0:
+        return seen
+    # The first settled step replaces what the unsettled ones left.
+    if seen is None or step == UNSETTLED_STEPS + 1:
+        return (norm, norm)
+    return (min(seen[0], norm), max(seen[1], norm))
+
+
+def _of_categories(numbers: StepNumbers) -> dict[str, float]:
+    """Losses by category, without those that JSON has no number for."""
+    rounded = {n: _finite_or_none(c.loss) for n, c in numbers.category_losses.items()}
+    return {name: loss for name, loss in rounded.items() if loss is not None}
+
+
+def significant(value: float) -> float:
+    """``value`` to four significant digits: more are noise, and `kubectl get` prints them all."""
+    return float(f"{value:.4g}")
+
+
+def _finite_or_none(value: float) -> float | None:
+    return significant(value) if value - value == 0.0 else None

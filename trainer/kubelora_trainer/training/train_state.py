@@ -1,0 +1,92 @@
+"""What learns: the adapter in its buffers, and what a checkpoint holds beside them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kubelora_trainer.optim.adamw import AdapterOptimizer
+from kubelora_trainer.optim.build import open_optimizer
+from kubelora_trainer.optim.ema import MovingAverage, open_average
+from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.optim.loss_scaler import LossScaler
+from kubelora_trainer.optim.param_groups import rate_scales
+from kubelora_trainer.optim.precision import plan_precision
+from kubelora_trainer.storage.output_dir import OutputFolder
+from kubelora_trainer.telemetry.category_losses import CategoryLosses
+from kubelora_trainer.telemetry.gradient_dump import GradientDump
+from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry
+from kubelora_trainer.training.compile import compile_checked
+from kubelora_trainer.training.context import Run
+from kubelora_trainer.training.setup import Material
+from kubelora_trainer.utils.stateful import CheckpointPart
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The adapter and what moves and measures it."""
+
+    buffers: AdapterBuffers
+    optimizer: AdapterOptimizer
+    telemetry: GradientTelemetry
+    categories: CategoryLosses
+    average: MovingAverage | None
+    scaler: LossScaler | None
+
+    @property
+    def saved_parts(self) -> dict[str, CheckpointPart]:
+        """What a checkpoint holds beside the buffers, by name."""
+        parts: dict[str, CheckpointPart | None] = {
+            "optimizer": self.optimizer,
+            "categories": self.categories,
+            "telemetry": self.telemetry,
+            "average": self.average,
+            "loss_scaler": self.scaler,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The weights that samples and export show, flat: the average where there is one."""
+        return self.average.weights if self.average else self.buffers.masters
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that the loss scaler left out so far; waits for the device."""
+        return int(self.scaler.skipped) if self.scaler else 0
+
+    def open_dump(self, run: Run, folder: OutputFolder) -> GradientDump | None:
+        """What writes raw gradients down, where the job asks for some."""
+        wanted = run.job.spec.health.dump_gradients
+        if wanted is None:
+            return None
+        return GradientDump(
+            folder,
+            wanted,
+            self.buffers.slots,
+            self.buffers.plan.compute,
+            run.warn_alone,
+            self.scaler.scale if self.scaler else None,
+            run.gang.share,
+        )
+
+
+def open_learner(run: Run, material: Material) -> Learner:
+    """Lay the adapter out in its buffers, and open optimizer, average, scaler and telemetry."""
+    training, precision = run.job.spec.training, plan_precision(run.job.spec.precision)
+    device = material.base.device
+    categories = CategoryLosses([s.category for s in material.dataset.samples], device)
+    tail = run.gang.tail_elements(categories.sums.numel())
+    buffers = AdapterBuffers(material.factors, precision, tail)
+    if training.compile:
+        compile_checked(material.objective, buffers, run.say, run.warn, gang=run.gang)
+    scales = rate_scales(buffers.slots, training)
+    optimizer = open_optimizer(buffers, training.optimizer, scales)
+    scaler = LossScaler(buffers.masters.device) if precision.scales_loss else None
+    return Learner(
+        buffers=buffers,
+        optimizer=optimizer,
+        telemetry=GradientTelemetry(buffers, optimizer, scales, scaler.scale if scaler else None),
+        categories=categories,
+        average=open_average(buffers, training.ema),
+        scaler=scaler,
+    )

@@ -1,0 +1,134 @@
+"""Files that are there whole or not at all, and what to say when the disk refuses.
+
+Everything a run leaves behind is written aside, flushed to the disk and renamed, so that a kill or
+a full disk never leaves half a file under a real name.
+"""
+
+import errno
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kubelora_trainer.utils.errors import ConfigurationError
+
+_SENTENCES = {
+    errno.ENOSPC: "no space left on the device; free some, or set spec.output.uri to another place",
+    errno.EDQUOT: "the disk quota is used up; free some, or set spec.output.uri to another place",
+    errno.EFBIG: "the file would be larger than this system's file size limit (ulimit -f)",
+    errno.EROFS: "the file system is read-only; mount it writable, or set spec.output.uri to "
+    "another place",
+    errno.EACCES: "permission denied; let this user write there, or set spec.output.uri to "
+    "another place",
+    errno.EEXIST: "a file of that name is in the way; move it away, or set spec.output.uri to "
+    "another place",
+    errno.ENOTDIR: "a part of the path is a file, not a folder; set spec.output.uri to another "
+    "place",
+}
+_SENTENCES[errno.EPERM] = _SENTENCES[errno.EACCES]
+
+
+@contextmanager
+def writing_to(place: Path) -> Iterator[None]:
+    """Turn a refused write below ``place`` into a ConfigurationError with a sentence.
+
+    Rust writers (safetensors) tell the system's error number in their message alone.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _refused(place, error.errno or 0, error.strerror or str(error)) from error
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise _refused(place, int(number[1]), str(error)) from error
+
+
+def _refused(place: Path, number: int, text: str) -> ConfigurationError:
+    return ConfigurationError(f"can't write to {place}: {_SENTENCES.get(number, text)}")
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` so that the old or the new content stands there, never a part.
+
+    Raises ConfigurationError when the disk refuses.
+    """
+    aside = path.with_name(f".{path.name}.part")
+    with writing_to(path):
+        try:
+            write_durably(aside, data)
+            aside.replace(path)
+            sync_folder(path.parent)
+        except BaseException:  # a signal may end the work here, too
+            aside.unlink(missing_ok=True)
+            raise
+
+
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+
+
+def give_usual_rights(path: Path) -> None:
+    """Make a file, or a folder and all in it, as readable as any that this user creates.
+
+    tempfile and safetensors write for their owner alone; a claim is read by others, too.
+    """
+    for one in (path, *path.rglob("*")):
+        if not one.is_symlink():
+            usual = (0o777 if one.is_dir() else 0o666) & ~_UMASK
+            one.chmod(one.stat().st_mode & (stat.S_ISUID | stat.S_ISGID | stat.S_ISVTX) | usual)
+
+
+@contextmanager
+def filling(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill; it becomes ``folder`` once all is on the disk, or is gone.
+
+    Another process may be doing the same: the first one's stays. Raises OSError, and what the block
+    raises.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
+    try:
+        yield aside
+        give_usual_rights(aside)
+        for written in aside.rglob("*"):
+            if written.is_file():
+                flush_to_disk(written)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write and flush to the disk, without the renaming. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush_to_disk(path: Path) -> None:
+    """Flush a file that another writer has closed. Raises OSError."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's own entries (a rename) to the disk, where the system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # network file systems may not
+            raise
+    finally:
+        os.close(descriptor)
