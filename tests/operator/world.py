@@ -12,8 +12,8 @@ from kubelora_api.schema import JsonObject
 from kubelora_api.spec import JobSpec
 from kubelora_api.status import Condition, JobStatus
 from kubelora_operator.decision.decide import decide
-from kubelora_operator.decision.plan import Plan
-from kubelora_operator.decision.snapshot import Child, Observation, TrainerPod, Why
+from kubelora_operator.decision.plan import ReconcilePlan
+from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, TrainerPod
 
 UID = "0b5e7a10-1111-4222-8333-944455556666"
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -40,9 +40,9 @@ def spec(**groups: object) -> JobSpec:
     return parse_job(document(**groups)).spec
 
 
-def observation(**changes: object) -> Observation:
+def make_snapshot(**changes: object) -> Snapshot:
     """A job that was just made, with ``changes``."""
-    blank = Observation(
+    blank = Snapshot(
         namespace="studio",
         name="bottles",
         uid=UID,
@@ -54,9 +54,9 @@ def observation(**changes: object) -> Observation:
     return replace(blank, **changes)  # type: ignore[arg-type]
 
 
-def condition(plan_or_status: Plan | JobStatus, kind: str) -> Condition:
+def condition(plan_or_status: ReconcilePlan | JobStatus, kind: str) -> Condition:
     """The condition of a type; the test fails where there is none."""
-    status = plan_or_status.status if isinstance(plan_or_status, Plan) else plan_or_status
+    status = plan_or_status.status if isinstance(plan_or_status, ReconcilePlan) else plan_or_status
     return next(c for c in status.conditions if c.type == kind)
 
 
@@ -83,8 +83,8 @@ class World:
     created: list[int] = field(default_factory=list)
     serial: int = 0
 
-    def observe(self) -> Observation:
-        return observation(
+    def snapshot(self) -> Snapshot:
+        return make_snapshot(
             spec=spec(
                 restartPolicy={"maxRestarts": self.max_restarts}, health={"policy": self.policy}
             ),
@@ -93,7 +93,9 @@ class World:
             status=self.status,
             children=tuple(self.children.values()),
             pods=tuple(self.pods),
-            anchors=frozenset(self.config_maps) if self.status.attempt == 0 else frozenset(),
+            config_map_attempts=frozenset(self.config_maps)
+            if self.status.attempt == 0
+            else frozenset(),
         )
 
     def edit(self, **fields: object) -> None:
@@ -102,7 +104,7 @@ class World:
             setattr(self, name, value)
         self.generation += 1
 
-    def apply(self, plan: Plan, version: int) -> bool:
+    def apply(self, plan: ReconcilePlan, version: int) -> bool:
         """Carry a plan out; False where its status write was refused as stale."""
         for doomed in plan.delete:
             found = self.children.get(doomed.attempt)
@@ -117,12 +119,12 @@ class World:
             self.create(plan.create)
         return True
 
-    def reconcile(self) -> Plan:
-        plan = decide(self.observe(), self.now)
+    def reconcile(self) -> ReconcilePlan:
+        plan = decide(self.snapshot(), self.now)
         assert self.apply(plan, self.version)
         return plan
 
-    def settle(self, most: int = 8) -> Plan:
+    def settle(self, most: int = 8) -> ReconcilePlan:
         """Reconcile until nothing changes; the time stands still."""
         for _ in range(most):
             before = (self.status, dict(self.children), len(self.created))
@@ -178,18 +180,20 @@ class World:
                 self._end_child(
                     pod.attempt,
                     "failed",
-                    Why("PodFailurePolicy", told + "matching FailJob rule at index 0"),
+                    Explanation("PodFailurePolicy", told + "matching FailJob rule at index 0"),
                 )
             elif evicted:
                 told = f"Pod studio/{pod.name} has condition DisruptionTarget matching FailJob rule"
                 self._end_child(
-                    pod.attempt, "failed", Why("PodFailurePolicy", told + " at index 1")
+                    pod.attempt, "failed", Explanation("PodFailurePolicy", told + " at index 1")
                 )
             else:
                 self._end_child(
                     pod.attempt,
                     "failed",
-                    Why("BackoffLimitExceeded", "Job has reached the specified backoff limit"),
+                    Explanation(
+                        "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+                    ),
                 )
 
     def delete_pod(self) -> None:
@@ -200,7 +204,9 @@ class World:
                 self._end_child(
                     pod.attempt,
                     "failed",
-                    Why("BackoffLimitExceeded", "Job has reached the specified backoff limit"),
+                    Explanation(
+                        "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+                    ),
                 )
 
     def delete_child(self, attempt: int) -> None:
@@ -232,7 +238,7 @@ class World:
             p.attempt for p in self.pods if p.live
         }
 
-    def _end_child(self, attempt: int, state: str, why: Why | None) -> None:
+    def _end_child(self, attempt: int, state: str, why: Explanation | None) -> None:
         self.children[attempt] = replace(
             self.children[attempt],
             state=state,  # type: ignore[arg-type]

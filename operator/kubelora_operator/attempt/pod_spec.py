@@ -55,7 +55,7 @@ def _container(
         "image": template.image or trainer_image,
         "imagePullPolicy": template.image_pull_policy,
         "command": ["kubelora", "train", JOB_PATH, "--metrics-port", str(names.METRICS_PORT)],
-        "env": _environment(template, attempt) + _meeting_place(spec, child),
+        "env": _environment(template, attempt) + _rendezvous_env(spec, child),
         "ports": _ports(spec.workers.nodes),
         "readinessProbe": {
             "httpGet": {"path": "/healthz", "port": names.METRICS_PORT_NAME},
@@ -98,7 +98,7 @@ def _environment(template: PodTemplate, attempt: int) -> list[JsonObject]:
     return contract + ours + list(users.values())
 
 
-def _meeting_place(spec: JobSpec, child: str) -> list[JsonObject]:
+def _rendezvous_env(spec: JobSpec, child: str) -> list[JsonObject]:
     """Where the ranks of several nodes meet: at the pod of index 0, by its name in the Service.
 
     JOB_COMPLETION_INDEX, which says which node a pod is, comes from the Job itself.

@@ -1,1 +1,1 @@
-"""The reconcile loop: watches, work queue, snapshot, and applying a plan."""
+"""The reconcile loop: watches, work queue, snapshot reader and plan applier."""

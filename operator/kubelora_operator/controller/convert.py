@@ -1,7 +1,7 @@
-"""From objects as the API server returns them to the few facts that the rules need. Pure.
+"""Conversion of API objects to the fields that the rules need. Pure.
 
-Labels can be edited by anyone, so an object is taken for ours by its owner's uid and its attempt
-by its name, neither of which can change.
+Labels can be edited by anyone, so ownership is decided by the owner's uid and the attempt by the
+object's name, neither of which can change.
 """
 
 import re
@@ -11,24 +11,30 @@ from typing import Any, Final, Literal
 from kubelora_api import names
 from kubelora_api.schema import JsonObject
 from kubelora_operator.attempt.manifests import DISRUPTION, attempt_in
-from kubelora_operator.controller.pod_reports import read_final
-from kubelora_operator.decision.conditions import time_of
-from kubelora_operator.decision.snapshot import Child, TrainerPod, Why
+from kubelora_operator.controller.pod_reports import parse_termination_message
+from kubelora_operator.decision.conditions import parse_time
+from kubelora_operator.decision.snapshot import Child, Explanation, TrainerPod
 
 _CLAIM_MISSING: Final = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
-_IMAGE_TROUBLE: Final = frozenset(
+_IMAGE_PULL_REASONS: Final = frozenset(
     {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"}
 )
-_TELLING_WARNINGS: Final = frozenset(
+_RELEVANT_WARNINGS: Final = frozenset(
     {"FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"}
 )
 _WARNING_AGE: Final = timedelta(minutes=4)
-"""The kubelet repeats what still holds every two minutes or so."""
-_CONFIG_TROUBLE: Final = frozenset({"CreateContainerConfigError", "CreateContainerError"})
+"""The kubelet repeats a warning about every two minutes while its cause persists."""
+_CONTAINER_CONFIG_REASONS: Final = frozenset({"CreateContainerConfigError", "CreateContainerError"})
 
 
 def child_from(document: JsonObject, job: str, uid: str) -> Child | None:
-    """A batch/v1 Job as a child; None where it is not the job's."""
+    """Convert a batch/v1 Job to a child; None if it does not belong to the job.
+
+    Args:
+        document: The batch/v1 Job.
+        job: Name of the LoraTrainingJob.
+        uid: Its uid.
+    """
     metadata, spec, status = (_part(document, k) for k in ("metadata", "spec", "status"))
     attempt = attempt_in(str(metadata.get("name", "")), job, uid)
     if attempt is None or not owned_by(document, uid):
@@ -49,7 +55,7 @@ def child_from(document: JsonObject, job: str, uid: str) -> Child | None:
         deleting="deletionTimestamp" in metadata,
         suspended=spec.get("suspend") is True,
         queue=(metadata.get("labels") or {}).get(names.LABEL_QUEUE_NAME),
-        failure=Why(str(failed.get("reason", "")), str(failed.get("message", "")))
+        failure=Explanation(str(failed.get("reason", "")), str(failed.get("message", "")))
         if failed
         else None,
         started=_time(status.get("startTime")),
@@ -58,7 +64,13 @@ def child_from(document: JsonObject, job: str, uid: str) -> Child | None:
 
 
 def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
-    """A pod of one of the job's children; None where it is none."""
+    """Convert a pod of one of the job's children; None if it does not belong to the job.
+
+    Args:
+        document: The pod.
+        job: Name of the LoraTrainingJob.
+        uid: Its uid.
+    """
     metadata, status = _part(document, "metadata"), _part(document, "status")
     owner = next((o for o in _owners(document) if o.get("kind") == "Job"), None)
     attempt = attempt_in(str(owner.get("name", "")), job, uid) if owner else None
@@ -74,7 +86,7 @@ def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
     )
     state = container.get("state") or {}
     ended, running = state.get("terminated") or {}, state.get("running") or {}
-    final, words = read_final(str(ended.get("message") or ""), uid, attempt)
+    final, message = parse_termination_message(str(ended.get("message") or ""), uid, attempt)
     return TrainerPod(
         name=str(metadata.get("name", "")),
         uid=str(metadata.get("uid", "")),
@@ -83,61 +95,65 @@ def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
         phase=str(status.get("phase") or "Pending"),
         address=status.get("podIP"),
         deleting="deletionTimestamp" in metadata,
-        disrupted=_has(status, DISRUPTION, "True") is not None,
+        disrupted=_condition_with(status, DISRUPTION, "True") is not None,
         running=bool(running),
         ready=bool(container.get("ready")),
         since=_time(running.get("startedAt")),
         ended=_time(ended.get("finishedAt")),
-        stuck=_stuck(status, state.get("waiting") or {}),
+        waiting=_waiting_explanation(status, state.get("waiting") or {}),
         exit_code=ended.get("exitCode"),
         out_of_memory=ended.get("reason") == "OOMKilled",
         final=final,
-        last_words=words,
+        termination_message=message,
     )
 
 
 def warning_from(events: list[JsonObject], now: datetime) -> str | None:
-    """What the newest warning says that can still hold the pod up; old ones may be mended."""
-    telling = [
+    """Return the newest warning's message; old ones are ignored because they may be resolved."""
+    relevant = [
         (when, str(e.get("message") or ""))
         for e in events
-        if e.get("reason") in _TELLING_WARNINGS
+        if e.get("reason") in _RELEVANT_WARNINGS
         and (when := _event_time(e))
         and now - when < _WARNING_AGE
     ]
-    return max(telling)[1] or None if telling else None
+    return max(relevant)[1] or None if relevant else None
 
 
 def owned_by(document: JsonObject, uid: str) -> bool:
-    """Whether the object's controller has this uid."""
+    """Return whether the object's controller has this uid."""
     return any(o.get("uid") == uid and o.get("controller") for o in _owners(document))
 
 
-def _stuck(status: JsonObject, waiting: JsonObject) -> Why | None:
-    """Why the pod's container does not run, and what to do, as far as its status says."""
+def _waiting_explanation(status: JsonObject, waiting: JsonObject) -> Explanation | None:
+    """Explain why the pod's container is not running and what to do, as far as the status says."""
     reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
-    if reason in _IMAGE_TROUBLE:
-        return Why(
+    if reason in _IMAGE_PULL_REASONS:
+        return Explanation(
             "ImagePullFailed",
             f"the image can't be pulled: {message or reason}. Check podTemplate.image and "
-            "podTemplate.imagePullSecrets; the pod goes on by itself once it can be pulled",
+            "podTemplate.imagePullSecrets; the pod starts once the image can be pulled",
         )
-    if reason in _CONFIG_TROUBLE:
-        return Why("ContainerConfigError", f"the container can't be created: {message or reason}")
-    unscheduled = _has(status, "PodScheduled", "False")
+    if reason in _CONTAINER_CONFIG_REASONS:
+        return Explanation(
+            "ContainerConfigError", f"the container can't be created: {message or reason}"
+        )
+    unscheduled = _condition_with(status, "PodScheduled", "False")
     if unscheduled is None:
         return None
-    told = str(unscheduled.get("message") or "")
-    missing = _CLAIM_MISSING.search(told)
+    scheduling_message = str(unscheduled.get("message") or "")
+    missing = _CLAIM_MISSING.search(scheduling_message)
     if missing:
-        return Why(
+        return Explanation(
             "ClaimNotFound",
             f"PersistentVolumeClaim {missing[1]} does not exist in this namespace: create it and "
-            "the pod starts by itself",
+            "the pod starts",
         )
-    if "unbound immediate PersistentVolumeClaims" in told:
-        return Why("ClaimNotBound", f"a claim has no volume yet: {told}")
-    return Why("Unschedulable", f"no node takes the pod: {told}")
+    if "unbound immediate PersistentVolumeClaims" in scheduling_message:
+        return Explanation(
+            "ClaimNotBound", f"a PersistentVolumeClaim is not bound yet: {scheduling_message}"
+        )
+    return Explanation("Unschedulable", f"the pod cannot be scheduled: {scheduling_message}")
 
 
 def _index(metadata: JsonObject) -> int:
@@ -145,7 +161,7 @@ def _index(metadata: JsonObject) -> int:
     return int(text) if text.isascii() and text.isdecimal() else 0
 
 
-def _has(status: JsonObject, kind: str, truth: str) -> JsonObject | None:
+def _condition_with(status: JsonObject, kind: str, truth: str) -> JsonObject | None:
     conditions = status.get("conditions") or []
     return next((c for c in conditions if c.get("type") == kind and c.get("status") == truth), None)
 
@@ -161,7 +177,7 @@ def _part(document: JsonObject, key: str) -> JsonObject:
 
 def _time(text: object) -> datetime | None:
     try:
-        return time_of(text) if isinstance(text, str) else None
+        return parse_time(text) if isinstance(text, str) else None
     except ValueError:
         return None
 

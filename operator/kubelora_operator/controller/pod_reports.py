@@ -1,8 +1,8 @@
-"""What pods say of themselves: the body of ``GET /status`` and the termination message.
+"""Reports of pods: the body of ``GET /status`` and the termination message.
 
-A pod runs an image of the user's choice, so nothing it says is trusted: sizes and times are
-bounded, redirects are not followed, numbers that a status can't hold are dropped, and the report
-must be about this run.
+A pod runs an image chosen by the user, so its answers are not trusted: sizes and times are bounded,
+redirects are not followed, numbers that do not fit into a status are dropped, and the report must
+be about this run.
 """
 
 import asyncio
@@ -19,14 +19,24 @@ from kubelora_operator.decision.snapshot import TrainerPod, Unreachable
 
 _TIMEOUT: Final = 3.0
 _BODY_MAX: Final = 256 * 1024
-_WHOLE_MAX: Final = 2**53
-_WORDS_MAX: Final = 600
+_INTEGER_MAX: Final = 2**53
+"""Largest integer that every JSON reader represents exactly."""
+_MESSAGE_MAX: Final = 600
 
 
-async def ask(
+async def fetch_report(
     session: aiohttp.ClientSession, pod: TrainerPod, run_id: str
 ) -> RunReport | Unreachable:
-    """Ask a running pod how far it is."""
+    """Request the report of a running pod.
+
+    Args:
+        session: HTTP client.
+        pod: The pod to ask.
+        run_id: uid of the job that the report must be about.
+
+    Returns:
+        The report, or why there is none.
+    """
     if not pod.address:
         return Unreachable("the pod has no address yet")
     host = f"[{pod.address}]" if ":" in pod.address else pod.address
@@ -46,15 +56,21 @@ async def ask(
         return Unreachable(f"{url} answered with HTTP {status}")
     if body is None:
         return Unreachable(f"{url} answered with more than {_BODY_MAX} bytes")
-    return read_report(body, run_id, pod.attempt)
+    return parse_report(body, run_id, pod.attempt)
 
 
-def read_report(body: bytes, run_id: str, attempt: int) -> RunReport | Unreachable:
-    """The report in a body; Unreachable where it is none, or is about another run."""
+def parse_report(body: bytes, run_id: str, attempt: int) -> RunReport | Unreachable:
+    """Parse a report; Unreachable if it is invalid or about another run.
+
+    Args:
+        body: The HTTP body.
+        run_id: uid of the job that the report must be about.
+        attempt: Attempt that the report must be about.
+    """
     try:
         report = RunReport.model_validate(_parse(body))
     except (ValueError, ValidationError, RecursionError):
-        return Unreachable("the answer is no report of a KubeLoRA trainer")
+        return Unreachable("the answer is not a report of a KubeLoRA trainer")
     if report.run_id != run_id or report.attempt != attempt:
         return Unreachable(
             f"the answer is about run {report.run_id[:64]}, attempt {report.attempt}, not this one"
@@ -62,12 +78,23 @@ def read_report(body: bytes, run_id: str, attempt: int) -> RunReport | Unreachab
     return report
 
 
-def read_final(message: str, run_id: str, attempt: int) -> tuple[FinalReport | None, str]:
-    """The final report in a termination message, or else its last words for a person to read."""
+def parse_termination_message(
+    message: str, run_id: str, attempt: int
+) -> tuple[FinalReport | None, str]:
+    """Parse a termination message.
+
+    Args:
+        message: The termination message.
+        run_id: uid of the job that the report must be about.
+        attempt: Attempt that the report must be about.
+
+    Returns:
+        The final report, or None and the end of the message as printable text.
+    """
     try:
         final = FinalReport.model_validate(_parse(message.encode()))
     except (ValueError, ValidationError, RecursionError):
-        return None, _words(message)
+        return None, _printable(message)
     if final.run_id != run_id or final.attempt != attempt:
         return None, ""
     return final.model_copy(update={"artifacts": final.artifacts[:32]}), ""
@@ -83,7 +110,10 @@ async def _bounded(stream: aiohttp.StreamReader) -> bytes | None:
 
 
 def _parse(body: bytes) -> object:
-    """JSON whose numbers fit a status: NaN and infinities become null, huge integers an error."""
+    """Parse JSON whose numbers fit into a status: NaN and infinities become null.
+
+    Raises ValueError for an integer that JSON readers cannot represent exactly.
+    """
     return json.loads(
         body, parse_constant=lambda _: None, parse_float=_finite, parse_int=_bounded_int
     )
@@ -95,11 +125,11 @@ def _finite(text: str) -> float | None:
 
 
 def _bounded_int(text: str) -> int:
-    if len(text) > 20 or abs(int(text)) > _WHOLE_MAX:
-        raise ValueError("a number too large to be meant")
+    if len(text) > 20 or abs(int(text)) > _INTEGER_MAX:
+        raise ValueError("integer out of range")
     return int(text)
 
 
-def _words(message: str) -> str:
+def _printable(message: str) -> str:
     printable = "".join(c if c.isprintable() or c == "\n" else " " for c in message).strip()
-    return printable if len(printable) <= _WORDS_MAX else "…" + printable[-_WORDS_MAX:]
+    return printable if len(printable) <= _MESSAGE_MAX else "…" + printable[-_MESSAGE_MAX:]

@@ -1,4 +1,4 @@
-"""One look at one job: observe, decide, act. What every worker of the queue does."""
+"""The reconciler: take a snapshot of a job, decide, apply the plan. Run by every queue worker."""
 
 import logging
 import time
@@ -6,94 +6,98 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from kubelora_operator.controller.apply import Actor, StaleView
-from kubelora_operator.controller.snapshot_reader import Observer, Sight, read_status
+from kubelora_operator.controller.apply import PlanApplier, StaleSnapshotError
+from kubelora_operator.controller.snapshot_reader import FetchedJob, SnapshotReader, parse_status
 from kubelora_operator.controller.workqueue import WorkQueue
 from kubelora_operator.decision.decide import decide
-from kubelora_operator.decision.snapshot import Why
+from kubelora_operator.decision.snapshot import Explanation, JobKey
 from kubelora_operator.kube.client import ApiError
-from kubelora_operator.observability.logging import job_in_log
-from kubelora_operator.observability.metrics import JobKey, Telemetry
+from kubelora_operator.observability.logging import job_log_context
+from kubelora_operator.observability.metrics import OperatorMetrics
 
 log = logging.getLogger(__name__)
 
 
 def utc_now() -> datetime:
-    """The time that conditions are stamped with, in whole seconds."""
+    """Return the current time in whole seconds, as conditions record it."""
     return datetime.now(UTC).replace(microsecond=0)
 
 
 class Reconciler:
-    """Brings one job after the other to where it should be."""
+    """Reconciles jobs, one at a time per worker."""
 
     def __init__(
         self,
-        observer: Observer,
-        actor: Actor,
-        telemetry: Telemetry,
+        reader: SnapshotReader,
+        applier: PlanApplier,
+        metrics: OperatorMetrics,
         poll: timedelta,
         now: Callable[[], datetime] = utc_now,
     ) -> None:
-        self._observer, self._actor, self._telemetry = observer, actor, telemetry
+        self._reader, self._applier, self._metrics = reader, applier, metrics
         self._poll, self._now = poll, now
 
     async def work(self, queue: WorkQueue[JobKey]) -> None:
-        """Take jobs from the queue for ever. Nothing that a job does can end a worker."""
+        """Process jobs from the queue forever. No failure of a job ends a worker."""
         while True:
-            key = await queue.take()
-            self._telemetry.queue_depth.set(len(queue))
+            key = await queue.get()
+            self._metrics.queue_depth.set(len(queue))
             began = time.monotonic()
-            with job_in_log(*key):
-                result = await self._attempt(queue, key)
-            self._telemetry.duration.observe(time.monotonic() - began)
-            self._telemetry.reconciles.labels(result=result).inc()
+            with job_log_context(*key):
+                result = await self._reconcile_and_requeue(queue, key)
+            self._metrics.duration.observe(time.monotonic() - began)
+            self._metrics.reconciles.labels(result=result).inc()
 
-    async def _attempt(self, queue: WorkQueue[JobKey], key: JobKey) -> str:
+    async def _reconcile_and_requeue(self, queue: WorkQueue[JobKey], key: JobKey) -> str:
         try:
-            again_after, rejected = await self._reconcile(key)
-        except StaleView as error:
-            log.debug("looked at a stale view: %s", error)
-            queue.done(key, again_after=0.2)
+            requeue_after, rejected = await self._reconcile(key)
+        except StaleSnapshotError as error:
+            log.debug("the snapshot was stale, reconciling again: %s", error)
+            queue.done(key, requeue_after=0.2)
             return "stale"
         except ApiError as error:
             delay = queue.failed(key)
-            log.warning("the API server failed, again in %.0f s: %s", delay, error)
+            log.warning("API request failed, retrying in %.0f s: %s", delay, error)
             return "api_error"
         except Exception:
             delay = queue.failed(key)
-            log.exception("not foreseen, again in %.0f s", delay)
+            log.exception("unexpected error, retrying in %.0f s", delay)
             return "error"
         if rejected:
             delay = queue.failed(key)
-            log.warning("%s; again in %.0f s", rejected.message, delay)
+            log.warning("%s; retrying in %.0f s", rejected.message, delay)
             return "rejected"
-        queue.done(key, again_after)
+        queue.done(key, requeue_after)
         return "ok"
 
-    async def _reconcile(self, key: JobKey) -> tuple[float | None, Why | None]:
-        """Seconds until the job is due again, and why its children were refused."""
+    async def _reconcile(self, key: JobKey) -> tuple[float | None, Explanation | None]:
+        """Reconcile once; return the seconds until the next time, and a rejection if any."""
         now = self._now()
-        sight = await self._observer.look(*key, now)
-        if sight is None:
-            self._telemetry.forget(key)
+        fetched = await self._reader.read(*key, now)
+        if fetched is None:
+            self._metrics.remove_job(key)
             return None, None
-        plan = decide(sight.seen, now, self._poll)
-        with job_in_log(*key, plan.status.attempt):
-            for notice in plan.notices:
-                log.info("%s: %s", notice.reason, notice.message)
-            outcome = await self._actor.carry_out(sight, plan, now)
-            self._telemetry.show(key, plan.status)
+        plan = decide(fetched.snapshot, now, self._poll)
+        with job_log_context(*key, plan.status.attempt):
+            for event in plan.events:
+                log.info("%s: %s", event.reason, event.message)
+            outcome = await self._applier.apply(fetched, plan, now)
+            self._metrics.set_job(key, plan.status)
             if outcome.rejection:
-                await self._tell_rejection(sight, outcome.document, outcome.rejection, now)
+                await self._record_rejection(fetched, outcome.document, outcome.rejection, now)
                 return None, outcome.rejection
         if plan.create is not None:
-            return 0.0, None  # the child's uid goes into the status right after
-        return plan.again_after.total_seconds() if plan.again_after is not None else None, None
+            return 0.0, None  # at once, to record the child's uid in the status
+        return plan.requeue_after.total_seconds() if plan.requeue_after is not None else None, None
 
-    async def _tell_rejection(
-        self, sight: Sight, document: dict[str, object], why: Why, now: datetime
+    async def _record_rejection(
+        self,
+        fetched: FetchedJob,
+        document: dict[str, object],
+        explanation: Explanation,
+        now: datetime,
     ) -> None:
-        """Put into the status why the API server refused the children, and create nothing."""
-        seen = replace(sight.seen, status=read_status(document), rejection=why)
-        plan = replace(decide(seen, now, self._poll), create=None, delete=())
-        await self._actor.carry_out(replace(sight, seen=seen, document=document), plan, now)
+        """Record in the status why the API server rejected the children, and create nothing."""
+        snapshot = replace(fetched.snapshot, status=parse_status(document), rejection=explanation)
+        plan = replace(decide(snapshot, now, self._poll), create=None, delete=())
+        await self._applier.apply(replace(fetched, snapshot=snapshot, document=document), plan, now)

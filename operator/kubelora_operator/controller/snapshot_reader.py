@@ -1,7 +1,7 @@
-"""Gather what is known about one job: its resource, its Jobs and pods, and the pods' own reports.
+"""The reader of a job's snapshot: its resource, its Jobs and pods, and the pods' own reports.
 
-The only place that reads. Everything is fetched anew each time, so the operator holds no state that
-a restart could lose.
+The only module that reads the cluster for a decision. Everything is fetched again each time, so the
+operator holds no state that a restart could lose.
 """
 
 import asyncio
@@ -18,38 +18,44 @@ from kubelora_api.status import JobStatus
 from kubelora_operator.attempt.manifests import child_name
 from kubelora_operator.controller import pod_reports as reports
 from kubelora_operator.controller.convert import child_from, owned_by, pod_from, warning_from
-from kubelora_operator.decision.conditions import time_of
+from kubelora_operator.decision.conditions import parse_time
 from kubelora_operator.decision.snapshot import (
-    Observation,
+    Explanation,
+    Snapshot,
     TrainerPod,
     Unreachable,
-    Why,
-    laggard,
-    speaker,
+    blocking_pod,
+    reporting_pod,
 )
 from kubelora_operator.kube.client import Cluster
 
 
 @dataclass(frozen=True)
-class Sight:
-    """An observation, with the documents that acting on it needs.
+class FetchedJob:
+    """A job's snapshot, with the documents needed to apply a plan.
 
-    job: None where the resource breaks our own rules.
+    job: None if the resource is invalid.
     """
 
-    seen: Observation
+    snapshot: Snapshot
     document: JsonObject
     job: LoraTrainingJob | None
 
 
-class Observer:
-    """Reads the cluster and the pods. ``poll``: a pod is asked no more often than this."""
+class SnapshotReader:
+    """Reads the cluster and the pods. ``poll`` is the minimum interval between two reports."""
 
     def __init__(self, cluster: Cluster, session: aiohttp.ClientSession, poll: timedelta) -> None:
         self._cluster, self._session, self._poll = cluster, session, poll
 
-    async def look(self, namespace: str, name: str, now: datetime) -> Sight | None:
-        """All that is known of a job; None where it does not exist."""
+    async def read(self, namespace: str, name: str, now: datetime) -> FetchedJob | None:
+        """Read everything about a job; None if it does not exist.
+
+        Args:
+            namespace: Namespace of the job.
+            name: Name of the job.
+            now: Current time, to judge the age of reports and warnings.
+        """
         document = await self._cluster.get_job(namespace, name)
         if document is None:
             return None
@@ -58,10 +64,12 @@ class Observer:
             self._cluster.children_of(namespace, uid), self._cluster.pods_of(namespace, uid)
         )
         children = tuple(c for d in raw_children if (c := child_from(d, name, uid)))
-        pods = tuple(p for d in sorted(raw_pods, key=_age) if (p := pod_from(d, name, uid)))
-        job, problems = read_job(document)
-        status = read_status(document)
-        seen = Observation(
+        pods = tuple(
+            p for d in sorted(raw_pods, key=_creation_time) if (p := pod_from(d, name, uid))
+        )
+        job, problems = parse_resource(document)
+        status = parse_status(document)
+        snapshot = Snapshot(
             namespace=namespace,
             name=name,
             uid=uid,
@@ -73,14 +81,17 @@ class Observer:
             deleting="deletionTimestamp" in document["metadata"],
             children=children,
             pods=pods,
-            anchors=await self._anchors(namespace, name, uid)
+            config_map_attempts=await self._anchors(namespace, name, uid)
             if status.attempt == 0
             else frozenset(),
         )
-        return Sight(await self._with_words(seen, now), document, job)
+        return FetchedJob(await self._with_pod_state(snapshot, now), document, job)
 
     async def _anchors(self, namespace: str, name: str, uid: str) -> frozenset[int]:
-        """Attempts whose ConfigMap exists, counted up from 1: what survives a wiped status."""
+        """Return the attempts whose ConfigMap exists, counted from 1.
+
+        They survive when the status is lost.
+        """
         found: set[int] = set()
         while True:
             attempt = len(found) + 1
@@ -91,52 +102,59 @@ class Observer:
                 return frozenset(found)
             found.add(attempt)
 
-    async def _with_words(self, seen: Observation, now: datetime) -> Observation:
-        """Add what the running pod says, or what the cluster says of one that does not start."""
-        child = seen.child_of(max((c.attempt for c in seen.children if c.live), default=0))
+    async def _with_pod_state(self, snapshot: Snapshot, now: datetime) -> Snapshot:
+        """Add the running pod's report, or the cluster's warning about one that does not start."""
+        child = snapshot.child_of(max((c.attempt for c in snapshot.children if c.live), default=0))
         if child is None or child.suspended or child.deleting:
-            return seen
-        pods = [p for p in seen.pods_of(child.attempt) if p.live and not p.deleting]
+            return snapshot
+        pods = [p for p in snapshot.pods_of(child.attempt) if p.live and not p.deleting]
         if not pods:
-            why = await self._warning(seen.namespace, child.uid, "PodNotCreated", now)
-            return replace(seen, rejection=why) if why else seen
-        first, pod = speaker(pods), laggard(pods)
+            explanation = await self._warning(snapshot.namespace, child.uid, "PodNotCreated", now)
+            return replace(snapshot, rejection=explanation) if explanation else snapshot
+        first, pod = reporting_pod(pods), blocking_pod(pods)
         if first is not None and pod is None:
-            return replace(seen, report=await self._report(seen, first, now))
-        if pod is not None and pod.stuck is None:
-            stuck = await self._warning(seen.namespace, pod.uid, "PodNotStarted", now)
-            if stuck:
-                mended = tuple(replace(p, stuck=stuck) if p is pod else p for p in seen.pods)
-                return replace(seen, pods=mended)
-        return seen
+            return replace(snapshot, report=await self._report(snapshot, first, now))
+        if pod is not None and pod.waiting is None:
+            waiting = await self._warning(snapshot.namespace, pod.uid, "PodNotStarted", now)
+            if waiting:
+                updated = tuple(
+                    replace(p, waiting=waiting) if p is pod else p for p in snapshot.pods
+                )
+                return replace(snapshot, pods=updated)
+        return snapshot
 
     async def _report(
-        self, seen: Observation, pod: TrainerPod, now: datetime
+        self, snapshot: Snapshot, pod: TrainerPod, now: datetime
     ) -> RunReport | Unreachable | None:
-        """None where the pod was asked a moment ago: pod events must not become a flood."""
-        progress = seen.status.progress
-        if progress and progress.last_report_time and seen.status.attempt == pod.attempt:
-            # Times in a status have whole seconds.
-            age = now - time_of(progress.last_report_time)
+        """Request the pod's report; None if the last one is recent.
+
+        Pod events arrive in bursts, and each must not cause a request.
+        """
+        progress = snapshot.status.progress
+        if progress and progress.last_report_time and snapshot.status.attempt == pod.attempt:
+            # One second less than the interval because times in a status have whole seconds.
+            age = now - parse_time(progress.last_report_time)
             if timedelta() <= age < self._poll - timedelta(seconds=1):
                 return None
-        return await reports.ask(self._session, pod, seen.uid)
+        return await reports.fetch_report(self._session, pod, snapshot.uid)
 
-    async def _warning(self, namespace: str, uid: str, reason: str, now: datetime) -> Why | None:
+    async def _warning(
+        self, namespace: str, uid: str, reason: str, now: datetime
+    ) -> Explanation | None:
         text = warning_from(await self._cluster.warnings_about(namespace, uid), now)
-        return Why(reason, text) if text else None
+        return Explanation(reason, text) if text else None
 
 
-def read_job(document: JsonObject) -> tuple[LoraTrainingJob | None, tuple[str, ...]]:
-    """The resource as a typed job, or what is wrong with it. The status is judged apart."""
+def parse_resource(document: JsonObject) -> tuple[LoraTrainingJob | None, tuple[str, ...]]:
+    """Parse the resource without its status; return the job, or None and the violations."""
     try:
         return parse_job({k: v for k, v in document.items() if k != "status"}), ()
     except InvalidDocument as error:
         return None, tuple(str(p) for p in error.problems)
 
 
-def read_status(document: JsonObject) -> JobStatus:
-    """The status; what can't be read of it is taken as not there, all but the attempt's number."""
+def parse_status(document: JsonObject) -> JobStatus:
+    """Parse the status; keep only the attempt number if it is invalid."""
     raw = document.get("status")
     if not isinstance(raw, dict):
         return JobStatus()
@@ -153,5 +171,5 @@ def _suspend(document: JsonObject) -> bool:
     return isinstance(spec, dict) and spec.get("suspend") is True
 
 
-def _age(document: JsonObject) -> str:
+def _creation_time(document: JsonObject) -> str:
     return str(document["metadata"].get("creationTimestamp") or "")

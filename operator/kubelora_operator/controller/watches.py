@@ -1,8 +1,8 @@
-"""Feed the work queue from watches. All that kopf is used for: streams, reconnects, start-up.
+"""Watches that feed the work queue. kopf provides only streams, reconnects and start-up.
 
-Only ``on.event`` handlers: kopf's other kinds write annotations and finalizers onto users' objects,
-and a finalizer blocks deletion while the operator is down. The handlers keep nothing of an object
-but whose it is; what happened to it is looked up when the job's turn comes.
+Only ``on.event`` handlers are used: kopf's other handlers write annotations and finalizers to
+users' objects, and a finalizer blocks deletion while the operator is down. The handlers take only
+the owner from an object; its state is read when the job is reconciled.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,15 +11,15 @@ from typing import Any, Final
 import kopf
 
 from kubelora_api import names
-from kubelora_operator.observability.metrics import JobKey
+from kubelora_operator.decision.snapshot import JobKey
 
-Changed = Callable[[JobKey, str | None], None]
-"""Hears of a job that changed, and its resourceVersion where the job itself did."""
+OnChange = Callable[[JobKey, str | None], None]
+"""Callback for a changed job, with its resourceVersion if the job itself changed."""
 _OURS: Final = f"{names.LABEL_MANAGED_BY}={names.OPERATOR_APP}"
 
 
 class _EndlessBackoffs:
-    """1, 2, 4, 8, 16 and then 30 s for ever: an API server that is away must not end us."""
+    """Backoffs of 1, 2, 4, 8, 16 and then 30 s forever: a long API outage must not end kopf."""
 
     def __iter__(self) -> Iterator[float]:
         yield from (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -28,7 +28,7 @@ class _EndlessBackoffs:
 
 
 def build_settings() -> kopf.OperatorSettings:
-    """kopf as a watcher and nothing else."""
+    """Return settings that restrict kopf to watching."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.scanning.disabled = True
@@ -38,19 +38,19 @@ def build_settings() -> kopf.OperatorSettings:
     settings.networking.request_timeout = 60
     settings.watching.connect_timeout = 10
     settings.watching.chunk_size = 200
-    # Without these kopf would read every Job and every pod of the cluster.
+    # Without these selectors kopf would read every Job and every pod of the cluster.
     settings.watching.label_selectors["batch", "v1", "jobs"] = _OURS
     settings.watching.label_selectors["", "v1", "pods"] = _OURS
     return settings
 
 
-def build_registry(changed: Changed) -> kopf.OperatorRegistry:
-    """The handlers: three kinds, one duty."""
+def build_registry(changed: OnChange) -> kopf.OperatorRegistry:
+    """Register handlers that pass each changed job to ``changed``."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
     def login(**context: Any) -> kopf.ConnectionInfo | None:
-        """The pod's service account, unless KUBECONFIG names another cluster."""
+        """Log in with KUBECONFIG if it is set, else with the pod's service account."""
         return kopf.login_with_kubeconfig(**context) or kopf.login_with_service_account(**context)
 
     @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)
@@ -69,7 +69,7 @@ def build_registry(changed: Changed) -> kopf.OperatorRegistry:
         _owner_changed(body)
 
     def _owner_changed(body: kopf.Body) -> None:
-        # The label only wakes the job; whether the object is its own is judged by owner and uid.
+        # The label only enqueues the job; ownership is checked later, by owner and uid.
         job = body.metadata.labels.get(names.LABEL_JOB)
         if job and body.metadata.namespace:
             changed((body.metadata.namespace, job), None)

@@ -1,4 +1,4 @@
-"""Conditions of a status as metav1 means them: one of each type, a time that marks a change.
+"""Status conditions with the semantics of metav1.Condition: one per type.
 
 Pure. ``lastTransitionTime`` moves only when the status of a condition changes, so it can serve as
 the start of a delay that survives a restart of the operator.
@@ -21,25 +21,25 @@ FAILED: Final = "Failed"
 HEALTHY: Final = "NumericallyHealthy"
 TYPES: Final = (ACCEPTED, QUEUED, RUNNING, SUSPENDED, RESTARTING, COMPLETE, FAILED, HEALTHY)
 MESSAGE_MAX: Final = 4096
-"""Characters of a message. The API takes 32,768; a terminal does not."""
+"""Maximum characters of a message. The API allows 32,768, which no terminal can show."""
 
 Truth = Literal["True", "False", "Unknown"]
 
 
-def time_text(moment: datetime) -> str:
-    """RFC 3339 in UTC with whole seconds, as metav1.Time is written."""
+def format_time(moment: datetime) -> str:
+    """Format a time as metav1.Time does: RFC 3339 in UTC with whole seconds."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def time_of(text: str) -> datetime:
-    """A metav1.Time or MicroTime as an aware datetime; ValueError where it is none."""
+def parse_time(text: str) -> datetime:
+    """Parse a metav1.Time or MicroTime into an aware datetime; raise ValueError otherwise."""
     moment = datetime.fromisoformat(text)
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of one job, with the generation and the time that a change is stamped with."""
+    """Conditions of one job, with the generation and the time recorded for a change."""
 
     items: tuple[Condition, ...]
     generation: int
@@ -47,35 +47,42 @@ class Conditions:
 
     @classmethod
     def start(cls, items: Iterable[Condition], generation: int, now: datetime) -> "Conditions":
-        """From what the status holds; conditions that are not ours are dropped."""
+        """Start from the conditions in the status; drop types that are not ours."""
         known = {c.type: c for c in items if c.type in TYPES}
         return cls(tuple(known[t] for t in TYPES if t in known), generation, now)
 
     def get(self, kind: str) -> Condition | None:
-        """The condition of a type."""
+        """Return the condition of this type, or None."""
         return next((c for c in self.items if c.type == kind), None)
 
     def is_true(self, kind: str) -> bool:
-        """Whether the condition is there and True."""
+        """Return whether the condition is present and True."""
         found = self.get(kind)
         return found is not None and found.status == "True"
 
     def reason(self, kind: str) -> str:
-        """Its reason, or an empty string."""
+        """Return the condition's reason, or an empty string."""
         found = self.get(kind)
         return found.reason if found else ""
 
     def set(self, kind: str, status: Truth, reason: str, message: str) -> "Conditions":
-        """With the condition set; its time moves only when its status changes."""
+        """Set the condition and return the result; its time moves only when its status changes.
+
+        Args:
+            kind: Type of the condition.
+            status: ``True``, ``False`` or ``Unknown``.
+            reason: CamelCase reason.
+            message: Sentence for the user; truncated where it is too long.
+        """
         old = self.get(kind)
         changed = old is None or old.status != status
         fresh = Condition(
             type=kind,
             status=status,
             reason=reason,
-            message=shortened(message),
+            message=truncate_message(message),
             observed_generation=self.generation,
-            last_transition_time=time_text(self.now)
+            last_transition_time=format_time(self.now)
             if changed or old is None
             else old.last_transition_time,
         )
@@ -83,10 +90,16 @@ class Conditions:
         return Conditions(tuple(others[t] for t in TYPES if t in others), self.generation, self.now)
 
     def clear(self, kind: str, reason: str, message: str) -> "Conditions":
-        """False where it is True or doubtful; a condition that was never told stays untold."""
+        """Set the condition to False if it is present; a condition never set stays absent.
+
+        Args:
+            kind: Type of the condition.
+            reason: CamelCase reason.
+            message: Sentence for the user.
+        """
         return self.set(kind, "False", reason, message) if self.get(kind) else self
 
 
-def shortened(message: str) -> str:
-    """A message that fits, its end cut off."""
+def truncate_message(message: str) -> str:
+    """Cut off the end of a message that is too long."""
     return message if len(message) <= MESSAGE_MAX else message[: MESSAGE_MAX - 1] + "…"

@@ -1,12 +1,13 @@
-"""The rules: from what is known about a job to what is to be done. Pure; time is passed in.
+"""Rules that turn a snapshot of a job into a reconcile plan. Pure; the time is passed in.
 
-Read `decide` from the top: each rule that applies ends the story. The rules keep these promises,
-which the property tests hold them to: never two live attempts; a finished job is never recreated;
-an ended attempt is accounted for once, before its successor is numbered; a plan that was carried
-out asks for nothing more.
+Read `decide` from the top: the first rule that applies returns. The property tests check these
+invariants: there are never two live attempts; a finished job is never recreated; a finished
+attempt is accounted for once, before the next one is numbered; reconciling again after a plan was
+applied changes nothing.
 
-An ended attempt is accounted for by the condition Restarting (or Suspended) turning True in the
-same write that raises ``restarts``: the cause can then vanish with the pod and is not judged twice.
+A finished attempt is accounted for when the condition Restarting (or Suspended) becomes True in the
+same write that increments ``restarts``. The pod may then disappear without the failure being
+counted twice.
 """
 
 from dataclasses import replace
@@ -23,303 +24,348 @@ from kubelora_operator.decision.conditions import (
     RUNNING,
     SUSPENDED,
     Conditions,
-    time_of,
-    time_text,
+    format_time,
+    parse_time,
 )
-from kubelora_operator.decision.display_state import state_of
-from kubelora_operator.decision.events import notices_between
+from kubelora_operator.decision.display_state import display_state
+from kubelora_operator.decision.events import events_for_changes
 from kubelora_operator.decision.failure import (
-    HELD_REASON,
-    Cause,
-    Cost,
-    cause_of,
-    deleted_from_outside,
-    end_of,
-    ran_for,
+    HEALTH_POLICY_REASON,
+    Failure,
+    RestartCost,
+    classify_failure,
+    externally_deleted,
+    finish_time,
     restart_delay,
+    run_duration,
 )
-from kubelora_operator.decision.plan import Plan
-from kubelora_operator.decision.plan_builder import SOON, Draft, stopped
-from kubelora_operator.decision.policy_suspension import held, hold, policy_suspends
+from kubelora_operator.decision.plan import ReconcilePlan
+from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, set_not_running
+from kubelora_operator.decision.policy_suspension import (
+    is_suspended_by_policy,
+    policy_is_suspend,
+    suspend_by_policy,
+)
 from kubelora_operator.decision.run_progress import (
-    judge_health,
-    lossy_settings,
-    with_final_report,
+    apply_final_report,
+    lossy_precision_message,
+    set_health_condition,
 )
 from kubelora_operator.decision.running import track
-from kubelora_operator.decision.snapshot import Child, Observation, TrainerPod, Why
+from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, TrainerPod
 
 KEPT_ATTEMPTS: Final = 3
-"""Jobs of ended attempts that stay for `kubectl describe` and `kubectl logs`."""
+"""Jobs of finished attempts that are kept for `kubectl describe` and `kubectl logs`."""
 _FREE_REASONS: Final = frozenset(
-    {"Disrupted", "PodDeleted", "JobDeleted", "Interrupted", HELD_REASON}
+    {"Disrupted", "PodDeleted", "JobDeleted", "Interrupted", HEALTH_POLICY_REASON}
 )
 _REJECTIONS: Final = frozenset({"Rejected", "NameTaken"})
 
 
-def decide(seen: Observation, now: datetime, poll: timedelta = timedelta(seconds=10)) -> Plan:
-    """What is to be done about the job. ``poll``: between two looks at a running pod."""
-    if seen.deleting:
-        return Plan(status=seen.status)
-    draft = Draft(
-        seen, now, seen.status, Conditions.start(seen.status.conditions, seen.generation, now)
+def decide(
+    snapshot: Snapshot, now: datetime, poll: timedelta = timedelta(seconds=10)
+) -> ReconcilePlan:
+    """Decide what to do about the job.
+
+    Args:
+        snapshot: What is known about the job.
+        now: Current time.
+        poll: Interval at which a running pod's progress is read.
+    """
+    if snapshot.deleting:
+        return ReconcilePlan(status=snapshot.status)
+    builder = PlanBuilder(
+        snapshot,
+        now,
+        snapshot.status,
+        Conditions.start(snapshot.status.conditions, snapshot.generation, now),
     )
-    if _terminal(draft.conditions):
-        strays = tuple(c for c in seen.children if c.live and not c.deleting)
-        return Plan(seen.status, delete=strays, again_after=SOON if draft.live else None)
-    return _finished(_decide(_accepted(_recovered(draft)), poll))
+    if _terminal(builder.conditions):
+        stale = tuple(c for c in snapshot.children if c.live and not c.deleting)
+        return ReconcilePlan(
+            snapshot.status, delete=stale, requeue_after=REQUEUE_SOON if builder.live else None
+        )
+    return _build_plan(_decide(_set_accepted(_recover_attempt_number(builder)), poll))
 
 
 def _terminal(conditions: Conditions) -> bool:
     return conditions.is_true(COMPLETE) or conditions.is_true(FAILED)
 
 
-def _recovered(draft: Draft) -> Draft:
-    """Take the attempt's number from what exists when the status was wiped."""
-    known = {c.attempt for c in draft.seen.children} | draft.seen.anchors
-    if draft.status.attempt > 0 or not known:
+def _recover_attempt_number(builder: PlanBuilder) -> PlanBuilder:
+    """Recover the attempt number from existing objects when the status was lost."""
+    known = {c.attempt for c in builder.snapshot.children} | builder.snapshot.config_map_attempts
+    if builder.status.attempt > 0 or not known:
         newest = max(known, default=0)
-        if newest > draft.status.attempt and draft.seen.child_of(newest):
-            return draft.update(attempt=newest)
-        return draft
-    return draft.update(attempt=max(known))
+        if newest > builder.status.attempt and builder.snapshot.child_of(newest):
+            return builder.update_status(attempt=newest)
+        return builder
+    return builder.update_status(attempt=max(known))
 
 
-def _accepted(draft: Draft) -> Draft:
-    spec = draft.seen.spec
+def _set_accepted(builder: PlanBuilder) -> PlanBuilder:
+    spec = builder.snapshot.spec
     if spec is None:
-        what = "; ".join(draft.seen.problems) or "the resource can't be read"
-        return draft.tell(ACCEPTED, False, "InvalidSpec", f"{what}. Mend it and apply it again")
-    lossy = lossy_settings(spec)
-    if lossy:
-        return draft.tell(ACCEPTED, True, "LossyPrecision", lossy)
-    return draft.tell(ACCEPTED, True, "Valid", "the job is valid")
+        what = "; ".join(builder.snapshot.problems) or "the resource can't be parsed"
+        return builder.set_condition(
+            ACCEPTED, False, "InvalidSpec", f"{what}. Fix it and apply it again"
+        )
+    lossy_message = lossy_precision_message(spec)
+    if lossy_message:
+        return builder.set_condition(ACCEPTED, True, "LossyPrecision", lossy_message)
+    return builder.set_condition(ACCEPTED, True, "Valid", "the job is valid")
 
 
-def _decide(draft: Draft, poll: timedelta) -> Draft:
-    child = draft.child
-    draft = _without_strays(draft)
+def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:
+    child = builder.child
+    builder = _delete_stale_jobs(builder)
     if child and child.state == "complete":
-        return _complete(draft, child)
-    if child and child.state == "failed" and not draft.accounted:
-        return _ended(draft, cause_of(draft.seen, child))
-    if child is None and draft.status.attempt > 0 and not draft.accounted:
-        if draft.conditions.reason(SUSPENDED) != "Suspending":
-            if _lost(draft):
-                return _state_lost(draft)
-            if draft.status.child_uid:
-                name = f"{draft.seen.name}-{draft.seen.uid[:5]}-{draft.status.attempt}"
-                return _ended(draft, deleted_from_outside(name))
-        elif not draft.seen.suspend:
-            return _next_attempt(draft)
-    if draft.seen.suspend:
-        return _suspend(draft)
-    if held(draft):
-        return draft
-    if draft.accounted:
-        return _next_attempt(draft)
+        return _complete(builder, child)
+    if child and child.state == "failed" and not builder.attempt_accounted:
+        return _account_for_failure(builder, classify_failure(builder.snapshot, child))
+    if child is None and builder.status.attempt > 0 and not builder.attempt_accounted:
+        if builder.conditions.reason(SUSPENDED) != "Suspending":
+            if _is_lost(builder):
+                return _state_lost(builder)
+            if builder.status.child_uid:
+                name = (
+                    f"{builder.snapshot.name}-{builder.snapshot.uid[:5]}-{builder.status.attempt}"
+                )
+                return _account_for_failure(builder, externally_deleted(name))
+        elif not builder.snapshot.suspend:
+            return _start_next_attempt(builder)
+    if builder.snapshot.suspend:
+        return _suspend(builder)
+    if is_suspended_by_policy(builder):
+        return builder
+    if builder.attempt_accounted:
+        return _start_next_attempt(builder)
     if child is None:
-        return _start(draft)
-    return track(draft, child, poll)
+        return _start(builder)
+    return track(builder, child, poll)
 
 
-def _without_strays(draft: Draft) -> Draft:
-    """Delete live Jobs of other attempts, and ended ones beyond those that are kept."""
-    attempt = draft.status.attempt
-    strays = tuple(
+def _delete_stale_jobs(builder: PlanBuilder) -> PlanBuilder:
+    """Delete live Jobs of other attempts, and finished ones beyond those that are kept."""
+    attempt = builder.status.attempt
+    stale = tuple(
         c
-        for c in draft.seen.children
+        for c in builder.snapshot.children
         if not c.deleting
         and ((c.live and c.attempt != attempt) or c.attempt <= attempt - KEPT_ATTEMPTS)
     )
-    return replace(draft, delete=strays)
+    return replace(builder, delete=stale)
 
 
-def _lost(draft: Draft) -> bool:
-    """The status was wiped and the Job is gone; only the ConfigMap says that there was one.
+def _is_lost(builder: PlanBuilder) -> bool:
+    """Return whether the status was lost and the Job is gone: only its ConfigMap is left.
 
-    Anchors are looked up only where the status knows of no attempt.
+    ConfigMaps are looked up only when the status has no attempt number.
     """
-    return draft.status.attempt in draft.seen.anchors
+    return builder.status.attempt in builder.snapshot.config_map_attempts
 
 
-def _state_lost(draft: Draft) -> Draft:
+def _state_lost(builder: PlanBuilder) -> PlanBuilder:
     return _fail(
-        draft,
-        Why(
+        builder,
+        Explanation(
             "StateLost",
-            f"attempt {draft.status.attempt} was started, but its Job and the status are gone, so "
-            "its outcome is unknown. Look at the output; create a new job to train again",
+            f"attempt {builder.status.attempt} was started, but its Job and the job's status were "
+            "deleted, so its outcome is unknown. Check the output; create a new job to train again",
         ),
     )
 
 
-def _complete(draft: Draft, child: Child) -> Draft:
-    if _others_live(draft):
-        return replace(draft, again_after=SOON)
-    final = _last_word(draft.pods)
-    status = with_final_report(draft.status, final, done=True)
-    ended = end_of(child, draft.now)
-    message = final.message if final else "training is done; its pod left no final report"
-    draft = stopped(replace(draft, status=status), "Finished", "the trainer is done", ended)
-    draft = draft.untell(RESTARTING, "Complete", "the job is complete")
-    draft = draft.untell(SUSPENDED, "Complete", "the job is complete")
-    if final or draft.status.health:
-        draft = replace(draft, conditions=judge_health(draft.conditions, draft.status.health))
-    return draft.update(completion_time=time_text(ended), child_uid=child.uid).tell(
-        COMPLETE, True, "TrainingDone", message
+def _complete(builder: PlanBuilder, child: Child) -> PlanBuilder:
+    if _others_live(builder):
+        return replace(builder, requeue_after=REQUEUE_SOON)
+    final = _final_report(builder.pods)
+    status = apply_final_report(builder.status, final, done=True)
+    ended = finish_time(child, builder.now)
+    message = final.message if final else "training has finished; the pod left no final report"
+    builder = set_not_running(
+        replace(builder, status=status), "Finished", "the trainer has finished", ended
     )
+    builder = builder.clear_condition(RESTARTING, "Complete", "the job is complete")
+    builder = builder.clear_condition(SUSPENDED, "Complete", "the job is complete")
+    if final or builder.status.health:
+        builder = replace(
+            builder, conditions=set_health_condition(builder.conditions, builder.status.health)
+        )
+    return builder.update_status(
+        completion_time=format_time(ended), child_uid=child.uid
+    ).set_condition(COMPLETE, True, "TrainingDone", message)
 
 
-def _ended(draft: Draft, cause: Cause) -> Draft:
-    """An attempt is over and not done: account for it, once."""
-    status = with_final_report(draft.status, _last_word(draft.pods), done=False)
-    draft = replace(draft, status=status)
-    restarts = draft.status.restarts + (1 if cause.cost is Cost.COUNTED else 0)
-    if cause.cost is Cost.FINAL:
-        return _fail(draft, cause.why)
-    if restarts > draft.seen.max_restarts and cause.cost is Cost.COUNTED:
-        limit = draft.seen.max_restarts
+def _account_for_failure(builder: PlanBuilder, failure: Failure) -> PlanBuilder:
+    """Account once for an attempt that ended without completing the job."""
+    status = apply_final_report(builder.status, _final_report(builder.pods), done=False)
+    builder = replace(builder, status=status)
+    restarts = builder.status.restarts + (1 if failure.cost is RestartCost.COUNTED else 0)
+    if failure.cost is RestartCost.FINAL:
+        return _fail(builder, failure.explanation)
+    if restarts > builder.snapshot.max_restarts and failure.cost is RestartCost.COUNTED:
+        limit = builder.snapshot.max_restarts
         return _fail(
-            draft,
-            Why(
+            builder,
+            Explanation(
                 "MaxRestartsExceeded",
-                f"{cause.why.message}. restartPolicy.maxRestarts ({limit}) is used up",
+                f"{failure.explanation.message}. "
+                f"restartPolicy.maxRestarts ({limit}) has been reached",
             ),
         )
-    ended = end_of(draft.child, draft.now)
-    draft = stopped(draft, cause.why.reason, cause.why.message, ended)
-    draft = draft.update(restarts=restarts)
-    if draft.seen.suspend and not draft.live:
-        return _suspend(draft)
-    if cause.cost is Cost.HELD and policy_suspends(draft):
-        return hold(draft, cause.why)
-    counted = cause.cost is Cost.COUNTED
-    price = f"restart {restarts} of {draft.seen.max_restarts}" if counted else "free of charge"
-    draft = draft.tell(
+    ended = finish_time(builder.child, builder.now)
+    builder = set_not_running(
+        builder, failure.explanation.reason, failure.explanation.message, ended
+    )
+    builder = builder.update_status(restarts=restarts)
+    if builder.snapshot.suspend and not builder.live:
+        return _suspend(builder)
+    if failure.cost is RestartCost.SUSPENDED and policy_is_suspend(builder):
+        return suspend_by_policy(builder, failure.explanation)
+    counted = failure.cost is RestartCost.COUNTED
+    cost = (
+        f"restart {restarts} of {builder.snapshot.max_restarts}"
+        if counted
+        else "not counted against maxRestarts"
+    )
+    builder = builder.set_condition(
         RESTARTING,
         True,
-        cause.why.reason,
-        f"attempt {draft.status.attempt} ended: {cause.why.message}. The next attempt goes on "
-        f"from the last checkpoint ({price})",
+        failure.explanation.reason,
+        f"attempt {builder.status.attempt} ended: {failure.explanation.message}. The next attempt "
+        f"resumes from the last checkpoint ({cost})",
     )
-    return replace(draft, again_after=_remaining(draft))
+    return replace(builder, requeue_after=_remaining_backoff(builder))
 
 
-def _fail(draft: Draft, why: Why) -> Draft:
-    if _others_live(draft):
-        return replace(draft, again_after=SOON)
-    ended = end_of(draft.child, draft.now)
-    draft = stopped(draft, why.reason, why.message, ended)
-    draft = draft.untell(RESTARTING, "Failed", "the job has failed")
-    draft = draft.untell(SUSPENDED, "Failed", "the job has failed")
-    if draft.status.health and draft.status.health.verdict != "Unknown":
-        draft = replace(draft, conditions=judge_health(draft.conditions, draft.status.health))
-    return draft.update(completion_time=time_text(ended)).tell(
-        FAILED, True, why.reason, why.message
-    )
-
-
-def _others_live(draft: Draft) -> bool:
-    """Whether anything but the current child could still write: a result waits for its end."""
-    attempt = draft.status.attempt
-    return any(c.live and c.attempt != attempt for c in draft.seen.children) or any(
-        p.live for p in draft.seen.pods
+def _fail(builder: PlanBuilder, explanation: Explanation) -> PlanBuilder:
+    if _others_live(builder):
+        return replace(builder, requeue_after=REQUEUE_SOON)
+    ended = finish_time(builder.child, builder.now)
+    builder = set_not_running(builder, explanation.reason, explanation.message, ended)
+    builder = builder.clear_condition(RESTARTING, "Failed", "the job has failed")
+    builder = builder.clear_condition(SUSPENDED, "Failed", "the job has failed")
+    if builder.status.health and builder.status.health.verdict != "Unknown":
+        builder = replace(
+            builder, conditions=set_health_condition(builder.conditions, builder.status.health)
+        )
+    return builder.update_status(completion_time=format_time(ended)).set_condition(
+        FAILED, True, explanation.reason, explanation.message
     )
 
 
-def _suspend(draft: Draft) -> Draft:
-    live = tuple(c for c in draft.seen.children if c.live and not c.deleting)
-    others = tuple(c for c in draft.delete if c not in live)
-    draft = draft.untell(QUEUED, "Suspended", "spec.suspend is true")
-    if draft.live:
-        draft = draft.tell(SUSPENDED, False, "Suspending", "the pods save a checkpoint and end")
-        return replace(draft, delete=others + live, again_after=SOON)
-    # Restarting stays until Suspended takes over, so that the ended attempt stays accounted for.
-    draft = draft.untell(RESTARTING, "Suspended", "spec.suspend is true")
-    at = draft.status.checkpoint
+def _others_live(builder: PlanBuilder) -> bool:
+    """Return whether anything but the current child could still write to the output.
+
+    The job's result is recorded only after that has ended.
+    """
+    attempt = builder.status.attempt
+    return any(c.live and c.attempt != attempt for c in builder.snapshot.children) or any(
+        p.live for p in builder.snapshot.pods
+    )
+
+
+def _suspend(builder: PlanBuilder) -> PlanBuilder:
+    live = tuple(c for c in builder.snapshot.children if c.live and not c.deleting)
+    others = tuple(c for c in builder.delete if c not in live)
+    builder = builder.clear_condition(QUEUED, "Suspended", "spec.suspend is true")
+    if builder.live:
+        builder = builder.set_condition(
+            SUSPENDED, False, "Suspending", "the pods are saving a checkpoint before they exit"
+        )
+        return replace(builder, delete=others + live, requeue_after=REQUEUE_SOON)
+    # Clear Restarting only now that Suspended is about to become True: until then it is what
+    # records that the finished attempt was accounted for.
+    builder = builder.clear_condition(RESTARTING, "Suspended", "spec.suspend is true")
+    at = builder.status.checkpoint
     where = f" from the checkpoint of step {at.step}" if at else " from the last checkpoint"
-    draft = stopped(draft, "Suspended", "spec.suspend is true", draft.now)
-    return draft.tell(
+    builder = set_not_running(builder, "Suspended", "spec.suspend is true", builder.now)
+    return builder.set_condition(
         SUSPENDED,
         True,
         "SuspendedByUser",
-        "spec.suspend is true: set it to false to go on" + (where if draft.status.attempt else ""),
+        "spec.suspend is true; set it to false to "
+        + (f"resume{where}" if builder.status.attempt else "start training"),
     )
 
 
-def _next_attempt(draft: Draft) -> Draft:
-    """Number the next attempt, when the old one is gone, its delay is over and the spec is good."""
-    if draft.live:
-        return replace(draft, again_after=SOON)
-    wait = _remaining(draft)
+def _start_next_attempt(builder: PlanBuilder) -> PlanBuilder:
+    """Start the next attempt once the last is gone, the delay is over and the spec is valid."""
+    if builder.live:
+        return replace(builder, requeue_after=REQUEUE_SOON)
+    wait = _remaining_backoff(builder)
     if wait > timedelta():
-        return replace(draft, again_after=wait)
-    if draft.seen.spec is None:
-        return draft
-    number = draft.status.attempt + 1
-    draft = draft.update(attempt=number, child_uid=None)
-    draft = draft.untell(SUSPENDED, "Resumed", f"attempt {number} goes on")
-    draft = draft.untell(RESTARTING, "Restarted", f"attempt {number} was started")
-    return _create(draft)
+        return replace(builder, requeue_after=wait)
+    if builder.snapshot.spec is None:
+        return builder
+    number = builder.status.attempt + 1
+    builder = builder.update_status(attempt=number, child_uid=None)
+    builder = builder.clear_condition(SUSPENDED, "Resumed", f"attempt {number} resumes training")
+    builder = builder.clear_condition(RESTARTING, "Restarted", f"attempt {number} was started")
+    return _create(builder)
 
 
-def _start(draft: Draft) -> Draft:
-    """Create the attempt's objects: the first time, or again after a crash in between."""
-    if draft.seen.spec is None:
-        return _idle(draft, "InvalidSpec", "the job is not valid; see the condition Accepted")
-    if draft.live:
-        return replace(draft, again_after=SOON)
-    return _create(draft.update(attempt=max(draft.status.attempt, 1)))
+def _start(builder: PlanBuilder) -> PlanBuilder:
+    """Create the attempt's objects, for the first time or again after a crash in between."""
+    if builder.snapshot.spec is None:
+        return _set_waiting(
+            builder, "InvalidSpec", "the job is invalid; see the condition Accepted"
+        )
+    if builder.live:
+        return replace(builder, requeue_after=REQUEUE_SOON)
+    return _create(builder.update_status(attempt=max(builder.status.attempt, 1)))
 
 
-def _create(draft: Draft) -> Draft:
-    rejection = draft.seen.rejection
+def _create(builder: PlanBuilder) -> PlanBuilder:
+    rejection = builder.snapshot.rejection
     if rejection:
-        draft = _idle(draft, rejection.reason, rejection.message)
-    elif draft.conditions.reason(RUNNING) not in _REJECTIONS:
-        draft = _idle(draft, "Starting", "the pod is being created")
-    if draft.status.start_time is None:
-        draft = draft.update(start_time=time_text(draft.now))
-    return replace(draft, create=draft.status.attempt)
+        builder = _set_waiting(builder, rejection.reason, rejection.message)
+    elif builder.conditions.reason(RUNNING) not in _REJECTIONS:
+        builder = _set_waiting(builder, "Starting", "the pod is being created")
+    if builder.status.start_time is None:
+        builder = builder.update_status(start_time=format_time(builder.now))
+    return replace(builder, create=builder.status.attempt)
 
 
-def _idle(draft: Draft, reason: str, message: str) -> Draft:
-    return draft.tell(RUNNING, False, reason, message)
+def _set_waiting(builder: PlanBuilder, reason: str, message: str) -> PlanBuilder:
+    return builder.set_condition(RUNNING, False, reason, message)
 
 
-def _remaining(draft: Draft) -> timedelta:
-    """How long the next attempt still has to wait."""
-    restarting = draft.conditions.get(RESTARTING)
+def _remaining_backoff(builder: PlanBuilder) -> timedelta:
+    """Return how long the next attempt still has to wait."""
+    restarting = builder.conditions.get(RESTARTING)
     if restarting is None or restarting.status != "True":
         return timedelta()
     free = restarting.reason in _FREE_REASONS
-    restarts = draft.status.restarts
-    count = draft.status.attempt - restarts if free else restarts
-    delay = restart_delay(Cost.FREE if free else Cost.COUNTED, count, ran_for(draft.child))
-    due = time_of(restarting.last_transition_time) + delay
-    return max(due - draft.now, timedelta())
+    restarts = builder.status.restarts
+    count = builder.status.attempt - restarts if free else restarts
+    delay = restart_delay(
+        RestartCost.FREE if free else RestartCost.COUNTED, count, run_duration(builder.child)
+    )
+    due = parse_time(restarting.last_transition_time) + delay
+    return max(due - builder.now, timedelta())
 
 
-def _last_word(pods: tuple[TrainerPod, ...]) -> FinalReport | None:
+def _final_report(pods: tuple[TrainerPod, ...]) -> FinalReport | None:
     newest_first = pods[::-1]
     by_index = sorted(newest_first, key=lambda p: p.index)
     return next((p.final for p in by_index if p.final), None)
 
 
-def _finished(draft: Draft) -> Plan:
-    """The plan of a draft: conditions and state put into the status, notices of what changed."""
-    status = draft.status.model_copy(
+def _build_plan(builder: PlanBuilder) -> ReconcilePlan:
+    """Put conditions and state into the status, and derive the Events from what changed."""
+    status = builder.status.model_copy(
         update={
-            "observed_generation": draft.seen.generation,
-            "conditions": list(draft.conditions.items),
-            "state": state_of(draft.conditions, draft.status.attempt),
+            "observed_generation": builder.snapshot.generation,
+            "conditions": list(builder.conditions.items),
+            "state": display_state(builder.conditions, builder.status.attempt),
         }
     )
-    return Plan(
+    return ReconcilePlan(
         status=status,
-        delete=draft.delete,
-        create=draft.create,
-        notices=notices_between(draft.seen.status, status),
-        again_after=draft.again_after,
+        delete=builder.delete,
+        create=builder.create,
+        events=events_for_changes(builder.snapshot.status, status),
+        requeue_after=builder.requeue_after,
     )

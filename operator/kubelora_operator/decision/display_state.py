@@ -1,4 +1,4 @@
-"""The one word of the STATE column, from the conditions."""
+"""The value of the STATE column, derived from the conditions."""
 
 from kubelora_operator.decision.conditions import (
     ACCEPTED,
@@ -12,8 +12,8 @@ from kubelora_operator.decision.conditions import (
 )
 
 
-def state_of(conditions: Conditions, attempt: int) -> str:
-    """The word that tells most; an end wins over everything else."""
+def display_state(conditions: Conditions, attempt: int) -> str:
+    """Return the most informative condition; a final one takes precedence."""
     for kind in (COMPLETE, FAILED, SUSPENDED, RESTARTING):
         if conditions.is_true(kind):
             return kind

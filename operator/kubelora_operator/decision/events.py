@@ -1,4 +1,4 @@
-"""Which changes of a job's conditions a user should see as Events. Pure."""
+"""Events for the changes of a job's conditions that a user should see. Pure."""
 
 from typing import Final
 
@@ -13,43 +13,45 @@ from kubelora_operator.decision.conditions import (
     RUNNING,
     SUSPENDED,
 )
-from kubelora_operator.decision.failure import HELD_REASON
-from kubelora_operator.decision.plan import Notice
+from kubelora_operator.decision.failure import HEALTH_POLICY_REASON
+from kubelora_operator.decision.plan import JobEvent
 
-_TOLD_WHEN_TRUE: Final = (QUEUED, SUSPENDED, RESTARTING, COMPLETE, FAILED)
-_BAD_WHEN_TRUE: Final = (RESTARTING, FAILED)
-_QUIET: Final = frozenset({"Starting", "Finished", "Queued", "Suspended", "TrainerStarting"})
+_EVENT_WHEN_TRUE: Final = (QUEUED, SUSPENDED, RESTARTING, COMPLETE, FAILED)
+_WARNING_WHEN_TRUE: Final = (RESTARTING, FAILED)
+_REASONS_WITHOUT_EVENT: Final = frozenset(
+    {"Starting", "Finished", "Queued", "Suspended", "TrainerStarting"}
+)
 
 
-def notices_between(old: JobStatus, new: JobStatus) -> tuple[Notice, ...]:
-    """One notice for each condition whose status or reason changed in a way worth telling."""
+def events_for_changes(old: JobStatus, new: JobStatus) -> tuple[JobEvent, ...]:
+    """Return an Event for each condition whose status or reason changed noticeably."""
     before = {c.type: (c.status, c.reason) for c in old.conditions}
     changed = [c for c in new.conditions if before.get(c.type) != (c.status, c.reason)]
-    ended = {c.reason for c in changed if _is_a_bad_end(c)}
-    # The same cause stands in Running=False: one Event is enough.
-    telling = [c for c in changed if c.type != RUNNING or c.reason not in ended]
-    return tuple(notice for c in telling if (notice := _notice(c)))
+    ended = {c.reason for c in changed if _is_failure(c)}
+    # Running=False has the same reason as the failure: one Event is enough.
+    shown = [c for c in changed if c.type != RUNNING or c.reason not in ended]
+    return tuple(event for c in shown if (event := _event_for(c)))
 
 
-def _is_a_bad_end(condition: Condition) -> bool:
-    kind = condition.type in _BAD_WHEN_TRUE or condition.reason == HELD_REASON
+def _is_failure(condition: Condition) -> bool:
+    kind = condition.type in _WARNING_WHEN_TRUE or condition.reason == HEALTH_POLICY_REASON
     return kind and condition.type != RUNNING and condition.status == "True"
 
 
-def _notice(condition: Condition) -> Notice | None:
+def _event_for(condition: Condition) -> JobEvent | None:
     true = condition.status == "True"
     match condition.type:
-        case kind if kind in _TOLD_WHEN_TRUE and true:
-            bad = _is_a_bad_end(condition)
-            return Notice("Warning" if bad else "Normal", condition.reason, condition.message)
-        case kind if kind == RUNNING and condition.reason not in _QUIET:
+        case kind if kind in _EVENT_WHEN_TRUE and true:
+            bad = _is_failure(condition)
+            return JobEvent("Warning" if bad else "Normal", condition.reason, condition.message)
+        case kind if kind == RUNNING and condition.reason not in _REASONS_WITHOUT_EVENT:
             bad = not true or condition.reason == "StatusUnreachable"
-            return Notice("Warning" if bad else "Normal", condition.reason, condition.message)
+            return JobEvent("Warning" if bad else "Normal", condition.reason, condition.message)
         case kind if kind == ACCEPTED and (not true or condition.reason == "LossyPrecision"):
-            return Notice("Warning", condition.reason, condition.message)
+            return JobEvent("Warning", condition.reason, condition.message)
         case kind if kind == HEALTHY and (
             condition.status == "False" or condition.reason == "Warning"
         ):
-            return Notice("Warning", condition.reason, condition.message)
+            return JobEvent("Warning", condition.reason, condition.message)
         case _:
             return None

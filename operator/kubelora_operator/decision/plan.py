@@ -1,7 +1,7 @@
-"""What is to be done about one job: a decision as a value, which `act` carries out.
+"""The reconcile plan of one job, as a value that `PlanApplier` applies.
 
-The order of a plan is fixed, so that a crash between two of its steps harms nothing: deletes, the
-one status write, then creates (never without a status write that succeeded), then Events.
+The order of the steps is fixed so that a crash between two of them does no harm: deletes, the
+single status update, creates (never without a successful status update), then Events.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from kubelora_operator.decision.snapshot import Child
 
 
 @dataclass(frozen=True)
-class Notice:
-    """An Event that a user sees in `kubectl describe`."""
+class JobEvent:
+    """An Event shown by `kubectl describe`."""
 
     type: Literal["Normal", "Warning"]
     reason: str
@@ -22,15 +22,15 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to be done.
+class ReconcilePlan:
+    """The changes to make for one job.
 
-    create: number of the attempt whose objects (ConfigMap, Job, Service) are to be created.
-    again_after: when to look again although nothing may have happened; None to wait for a change.
+    create: Number of the attempt whose objects (ConfigMap, Job, Service) are created.
+    requeue_after: When to reconcile again without a change; None to wait for one.
     """
 
     status: JobStatus
     delete: tuple[Child, ...] = ()
     create: int | None = None
-    notices: tuple[Notice, ...] = ()
-    again_after: timedelta | None = None
+    events: tuple[JobEvent, ...] = ()
+    requeue_after: timedelta | None = None

@@ -1,4 +1,4 @@
-"""A decision in the making: the status so far, its conditions, and what goes with them. Pure."""
+"""Builder of a reconcile plan: the status so far, its conditions, deletes and creates. Pure."""
 
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -11,67 +11,91 @@ from kubelora_operator.decision.conditions import (
     SUSPENDED,
     Conditions,
     Truth,
-    time_of,
+    parse_time,
 )
-from kubelora_operator.decision.snapshot import Child, Observation, TrainerPod
+from kubelora_operator.decision.snapshot import Child, Snapshot, TrainerPod
 
-SOON: Final = timedelta(seconds=2)
-"""When to look again while something ends that tells no one that it has ended."""
+REQUEUE_SOON: Final = timedelta(seconds=2)
+"""When to reconcile again while something terminates without causing a watch event."""
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A decision in the making: the status so far and what goes with it."""
+class PlanBuilder:
+    """An immutable builder: each method returns a changed copy."""
 
-    seen: Observation
+    snapshot: Snapshot
     now: datetime
     status: JobStatus
     conditions: Conditions
     delete: tuple[Child, ...] = ()
     create: int | None = None
-    again_after: timedelta | None = None
+    requeue_after: timedelta | None = None
 
-    def tell(self, kind: str, truth: bool, reason: str, message: str) -> "Draft":
-        """With a condition True or False."""
+    def set_condition(self, kind: str, truth: bool, reason: str, message: str) -> "PlanBuilder":
+        """Set a condition to True or False.
+
+        Args:
+            kind: Type of the condition.
+            truth: Its status.
+            reason: CamelCase reason.
+            message: Sentence for the user.
+        """
         status: Truth = "True" if truth else "False"
         return replace(
             self,
             conditions=self.conditions.set(kind, status, reason, message),
         )
 
-    def untell(self, kind: str, reason: str, message: str) -> "Draft":
-        """With a condition False, where it was ever told."""
+    def clear_condition(self, kind: str, reason: str, message: str) -> "PlanBuilder":
+        """Set a condition to False if it is present.
+
+        Args:
+            kind: Type of the condition.
+            reason: CamelCase reason.
+            message: Sentence for the user.
+        """
         return replace(self, conditions=self.conditions.clear(kind, reason, message))
 
-    def update(self, **fields: object) -> "Draft":
-        """With fields of the status changed."""
+    def update_status(self, **fields: object) -> "PlanBuilder":
+        """Change fields of the status."""
         return replace(self, status=self.status.model_copy(update=fields))
 
     @property
     def child(self) -> Child | None:
         """The current attempt's Job."""
-        return self.seen.child_of(self.status.attempt)
+        return self.snapshot.child_of(self.status.attempt)
 
     @property
     def pods(self) -> tuple[TrainerPod, ...]:
         """The current attempt's pods."""
-        return self.seen.pods_of(self.status.attempt)
+        return self.snapshot.pods_of(self.status.attempt)
 
     @property
-    def accounted(self) -> bool:
-        """Whether the current attempt is over and paid for, or was never begun."""
+    def attempt_accounted(self) -> bool:
+        """Whether the current attempt ended and was accounted for, or never started."""
         return self.conditions.is_true(RESTARTING) or self.conditions.is_true(SUSPENDED)
 
     @property
     def live(self) -> bool:
-        """Whether anything of any attempt may still run."""
-        return any(c.live for c in self.seen.children) or any(p.live for p in self.seen.pods)
+        """Whether a Job or pod of any attempt may still be running."""
+        return any(c.live for c in self.snapshot.children) or any(
+            p.live for p in self.snapshot.pods
+        )
 
 
-def stopped(draft: Draft, reason: str, message: str, ended: datetime) -> Draft:
-    """Running=False; the time it ran until ``ended`` is added to ``activeSeconds``."""
-    running = draft.conditions.get(RUNNING)
+def set_not_running(
+    builder: PlanBuilder, reason: str, message: str, ended: datetime
+) -> PlanBuilder:
+    """Set Running to False and add the time it ran until ``ended`` to ``activeSeconds``.
+
+    Args:
+        builder: The plan so far.
+        reason: CamelCase reason.
+        message: Sentence for the user.
+        ended: When the attempt stopped running.
+    """
+    running = builder.conditions.get(RUNNING)
     if running and running.status == "True":
-        ran = max(int((ended - time_of(running.last_transition_time)).total_seconds()), 0)
-        draft = draft.update(active_seconds=(draft.status.active_seconds or 0) + ran)
-    return draft.tell(RUNNING, False, reason, message)
+        ran = max(int((ended - parse_time(running.last_transition_time)).total_seconds()), 0)
+        builder = builder.update_status(active_seconds=(builder.status.active_seconds or 0) + ran)
+    return builder.set_condition(RUNNING, False, reason, message)

@@ -1,45 +1,50 @@
-"""A job that its own health policy suspended: it waits until its user has looked. Pure.
+"""Suspension of a job by its own health policy until the user has looked at it. Pure.
 
-The user goes on by changing the spec, which raises the generation; no annotation, no command.
+The user resumes the job by changing the spec, which raises the generation: it takes neither an
+annotation nor a command.
 """
 
 from dataclasses import replace
 
 from kubelora_operator.decision.conditions import RESTARTING, SUSPENDED
-from kubelora_operator.decision.failure import HELD_REASON
-from kubelora_operator.decision.plan_builder import Draft
-from kubelora_operator.decision.run_progress import judge_health
-from kubelora_operator.decision.snapshot import Why
+from kubelora_operator.decision.failure import HEALTH_POLICY_REASON
+from kubelora_operator.decision.plan_builder import PlanBuilder
+from kubelora_operator.decision.run_progress import set_health_condition
+from kubelora_operator.decision.snapshot import Explanation
 
 
-def hold(draft: Draft, why: Why) -> Draft:
-    """Suspended, with a sentence on how to go on."""
-    draft = draft.untell(RESTARTING, HELD_REASON, "the job waits for its user")
-    draft = replace(draft, conditions=judge_health(draft.conditions, draft.status.health))
-    return draft.tell(
+def suspend_by_policy(builder: PlanBuilder, explanation: Explanation) -> PlanBuilder:
+    """Set Suspended, with a message that says how to resume."""
+    builder = builder.clear_condition(
+        RESTARTING, HEALTH_POLICY_REASON, "the job waits for the user"
+    )
+    builder = replace(
+        builder, conditions=set_health_condition(builder.conditions, builder.status.health)
+    )
+    return builder.set_condition(
         SUSPENDED,
         True,
-        HELD_REASON,
-        f"{why.message.rstrip('.')}. To go on from the checkpoint and accept what was found, set "
-        "spec.suspend to true and then to false; to train on whatever is found, set "
+        HEALTH_POLICY_REASON,
+        f"{explanation.message.rstrip('.')}. To accept the finding and resume from the checkpoint, "
+        "set spec.suspend to true and then to false; to continue regardless of findings, set "
         "spec.health.policy to Warn",
     )
 
 
-def held(draft: Draft) -> bool:
-    """Whether the job waits for its user, who has not changed the spec since it was told so.
+def is_suspended_by_policy(builder: PlanBuilder) -> bool:
+    """Return whether the job is suspended and the user has not changed the spec since.
 
-    Any change counts, by the generation: two quick changes of suspend may be seen as one.
+    Any change of the generation counts, because two quick changes of suspend may be seen as one.
     """
-    told = draft.conditions.get(SUSPENDED)
+    suspended = builder.conditions.get(SUSPENDED)
     return (
-        told is not None
-        and (told.status, told.reason) == ("True", HELD_REASON)
-        and told.observed_generation == draft.seen.generation
-        and policy_suspends(draft)
+        suspended is not None
+        and (suspended.status, suspended.reason) == ("True", HEALTH_POLICY_REASON)
+        and suspended.observed_generation == builder.snapshot.generation
+        and policy_is_suspend(builder)
     )
 
 
-def policy_suspends(draft: Draft) -> bool:
-    """Whether the policy still is Suspend; it may have been changed while the pod ended."""
-    return draft.seen.spec is None or draft.seen.spec.health.policy == "Suspend"
+def policy_is_suspend(builder: PlanBuilder) -> bool:
+    """Return whether the policy is still Suspend: it may change while the pod terminates."""
+    return builder.snapshot.spec is None or builder.snapshot.spec.health.policy == "Suspend"

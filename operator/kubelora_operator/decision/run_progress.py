@@ -1,6 +1,6 @@
-"""From a pod's report to the lines of the status that a person reads.
+"""Status fields for people, taken from a pod's report.
 
-Pure. Best effort by design: no decision hangs on a report.
+Pure. Best effort by design: no decision depends on a report.
 """
 
 import re
@@ -10,13 +10,13 @@ from typing import Final
 from kubelora_api.report import FinalReport, RunReport
 from kubelora_api.spec import JobSpec
 from kubelora_api.status import HealthStatus, JobStatus, Progress
-from kubelora_operator.decision.conditions import HEALTHY, Conditions, time_text
+from kubelora_operator.decision.conditions import HEALTHY, Conditions, format_time
 
 _REASON: Final = re.compile("[A-Z][A-Za-z0-9]{0,63}")
 
 
-def duration_text(seconds: float) -> str:
-    """``45s``, ``12m``, ``1h20m`` or ``3d4h``: the two largest units that matter."""
+def format_duration(seconds: float) -> str:
+    """Format a duration as ``45s``, ``12m``, ``1h20m`` or ``3d4h``: its two largest units."""
     whole = max(int(seconds), 0)
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if days:
@@ -26,13 +26,19 @@ def duration_text(seconds: float) -> str:
     return f"{minutes}m" if minutes else f"{whole}s"
 
 
-def percent_text(step: int, total: int) -> str | None:
-    """Share done in whole per cent, rounded down: 100% means done."""
+def format_percent(step: int, total: int) -> str | None:
+    """Format the completed share in per cent, rounded down so that 100% means done."""
     return f"{min(max(step, 0) * 100 // total, 100)}%" if total > 0 else None
 
 
-def with_report(status: JobStatus, report: RunReport, now: datetime) -> JobStatus:
-    """The status with what a running pod told."""
+def apply_report(status: JobStatus, report: RunReport, now: datetime) -> JobStatus:
+    """Update the status from a running pod's report.
+
+    Args:
+        status: The status so far.
+        report: What the pod answered.
+        now: Time of the report.
+    """
     left = report.seconds_left
     usable = left is not None and 0 <= left < 10 * 365 * 86400
     return status.model_copy(
@@ -40,14 +46,14 @@ def with_report(status: JobStatus, report: RunReport, now: datetime) -> JobStatu
             "progress": Progress(
                 step=report.step,
                 total_steps=report.total_steps or None,
-                percent=percent_text(report.step, report.total_steps),
+                percent=format_percent(report.step, report.total_steps),
                 samples_per_second=report.samples_per_second,
-                eta=duration_text(left) if left is not None and usable else None,
-                estimated_completion_time=time_text(now + timedelta(seconds=left))
+                eta=format_duration(left) if left is not None and usable else None,
+                estimated_completion_time=format_time(now + timedelta(seconds=left))
                 if left is not None and usable
                 else None,
                 loss=report.loss,
-                last_report_time=time_text(now),
+                last_report_time=format_time(now),
             ),
             "health": report.health,
             "checkpoint": report.checkpoint or status.checkpoint,
@@ -55,8 +61,14 @@ def with_report(status: JobStatus, report: RunReport, now: datetime) -> JobStatu
     )
 
 
-def with_final_report(status: JobStatus, final: FinalReport | None, done: bool) -> JobStatus:
-    """The status with a pod's last word. ``done``: the job is complete."""
+def apply_final_report(status: JobStatus, final: FinalReport | None, done: bool) -> JobStatus:
+    """Update the status from a pod's final report.
+
+    Args:
+        status: The status so far.
+        final: The final report; None if the pod left none.
+        done: Whether the job is complete.
+    """
     old = status.progress or Progress()
     step = final.step if final and final.step else old.step
     total = final.total_steps if final and final.total_steps else old.total_steps
@@ -66,7 +78,7 @@ def with_final_report(status: JobStatus, final: FinalReport | None, done: bool) 
         update={
             "step": step,
             "total_steps": total,
-            "percent": "100%" if done else percent_text(step or 0, total or 0),
+            "percent": "100%" if done else format_percent(step or 0, total or 0),
             "eta": None,
             "estimated_completion_time": None,
             "loss": final.loss if final and final.loss is not None else old.loss,
@@ -81,30 +93,32 @@ def with_final_report(status: JobStatus, final: FinalReport | None, done: bool) 
     return status.model_copy(update=changed)
 
 
-def judge_health(conditions: Conditions, health: HealthStatus | None) -> Conditions:
-    """NumericallyHealthy, from the verdict of the run's own watchdog."""
+def set_health_condition(conditions: Conditions, health: HealthStatus | None) -> Conditions:
+    """Set NumericallyHealthy from the verdict of the run's watchdog."""
     if health is None or health.verdict == "Unknown":
         if conditions.get(HEALTHY):
             return conditions
         return conditions.set(HEALTHY, "Unknown", "NoReport", "no pod has reported yet")
-    said = " ".join(f.message for f in health.findings[:3])
+    summary = " ".join(f.message for f in health.findings[:3])
     match health.verdict:
         case "Healthy":
             return conditions.set(
-                HEALTHY, "True", "Healthy", "gradients and updates are within their bounds"
+                HEALTHY, "True", "Healthy", "gradients and updates are within their limits"
             )
         case "Warning":
-            return conditions.set(HEALTHY, "True", "Warning", said or "the watchdog warns")
+            return conditions.set(
+                HEALTHY, "True", "Warning", summary or "the watchdog reports a warning"
+            )
         case _:
             critical = (f.name for f in health.findings if f.severity == "critical")
             worst = next((n for n in critical if _REASON.fullmatch(n)), "Critical")
             return conditions.set(
-                HEALTHY, "False", worst, said or "the watchdog reports critical findings"
+                HEALTHY, "False", worst, summary or "the watchdog reports critical findings"
             )
 
 
-def lossy_settings(spec: JobSpec) -> str | None:
-    """A sentence where the precision asked for is known to lose gradients."""
+def lossy_precision_message(spec: JobSpec) -> str | None:
+    """Return a message if the chosen precision is known to lose gradients, else None."""
     lossy = [
         f"precision.{name} is bf16"
         for name, value in (
@@ -116,6 +130,6 @@ def lossy_settings(spec: JobSpec) -> str | None:
     if not lossy:
         return None
     return (
-        f"{' and '.join(lossy)}: small gradients or updates are lost, as allowLossyPrecision "
-        "accepts; fp32 loses none"
+        f"{' and '.join(lossy)}: small gradients or updates are lost, which allowLossyPrecision "
+        "accepts; set fp32 to keep them"
     )

@@ -1,4 +1,4 @@
-"""The rules for an attempt whose Job exists and has not ended: tell how it fares. Pure."""
+"""Rules for an attempt whose Job exists and has not finished: report its progress. Pure."""
 
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -11,78 +11,105 @@ from kubelora_operator.decision.conditions import (
     RESTARTING,
     RUNNING,
     SUSPENDED,
-    time_text,
+    format_time,
 )
-from kubelora_operator.decision.plan_builder import SOON, Draft, stopped
-from kubelora_operator.decision.run_progress import judge_health, with_report
+from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, set_not_running
+from kubelora_operator.decision.run_progress import apply_report, set_health_condition
 from kubelora_operator.decision.snapshot import (
     Child,
+    Explanation,
     TrainerPod,
     Unreachable,
-    Why,
-    laggard,
-    speaker,
+    blocking_pod,
+    reporting_pod,
 )
 
-_SLOW: Final = timedelta(seconds=30)
-_TRAINER_START: Final = timedelta(minutes=2)
-"""Time a trainer may take to load its model before its silence is worth a word."""
+_REQUEUE_PENDING: Final = timedelta(seconds=30)
+_STARTUP_TIMEOUT: Final = timedelta(minutes=2)
+"""Time a trainer may take to load its model before a missing answer is reported."""
 
 
-def track(draft: Draft, child: Child, poll: timedelta) -> Draft:
-    """The attempt is under way: tell how it fares."""
-    draft = draft.update(child_uid=child.uid)
-    if draft.status.start_time is None:
-        draft = draft.update(start_time=time_text(draft.now))
-    draft = draft.untell(RESTARTING, "Restarted", f"attempt {child.attempt} was started")
+def track(builder: PlanBuilder, child: Child, poll: timedelta) -> PlanBuilder:
+    """Report the progress of the attempt.
+
+    Args:
+        builder: The plan so far.
+        child: The attempt's Job, which has not finished.
+        poll: Interval at which a running pod's progress is read.
+    """
+    builder = builder.update_status(child_uid=child.uid)
+    if builder.status.start_time is None:
+        builder = builder.update_status(start_time=format_time(builder.now))
+    builder = builder.clear_condition(
+        RESTARTING, "Restarted", f"attempt {child.attempt} was started"
+    )
     if child.deleting:
-        return replace(draft, again_after=SOON)
-    draft = draft.untell(SUSPENDED, "Resumed", f"attempt {child.attempt} goes on")
+        return replace(builder, requeue_after=REQUEUE_SOON)
+    builder = builder.clear_condition(
+        SUSPENDED, "Resumed", f"attempt {child.attempt} resumes training"
+    )
     if child.suspended:
-        return _queued(draft, child)
+        return _queued(builder, child)
     if child.queue:
-        draft = draft.tell(QUEUED, False, "Admitted", f"queue {child.queue} has admitted the job")
-    pods = [p for p in draft.pods if p.live and not p.deleting]
-    waited_for, first = laggard(pods), speaker(pods)
+        builder = builder.set_condition(
+            QUEUED, False, "Admitted", f"queue {child.queue} has admitted the job"
+        )
+    pods = [p for p in builder.pods if p.live and not p.deleting]
+    waited_for, first = blocking_pod(pods), reporting_pod(pods)
     if first is None or waited_for is not None:
-        return _pending(draft, waited_for)
-    return replace(_running(draft, first), again_after=poll)
+        return _pending(builder, waited_for)
+    return replace(_running(builder, first), requeue_after=poll)
 
 
-def _queued(draft: Draft, child: Child) -> Draft:
+def _queued(builder: PlanBuilder, child: Child) -> PlanBuilder:
     if child.queue:
-        why = Why("WaitingForAdmission", f"queue {child.queue} has not admitted the job yet")
+        explanation = Explanation(
+            "WaitingForAdmission", f"queue {child.queue} has not admitted the job yet"
+        )
     else:
-        why = Why("JobSuspended", f"Job {child.name} was suspended from outside: resume it there")
-    draft = stopped(draft, "Queued", why.message, draft.now)
-    return draft.tell(QUEUED, True, why.reason, why.message)
+        explanation = Explanation(
+            "JobSuspended",
+            f"Job {child.name} was suspended, but not by the operator: "
+            "set its spec.suspend to false",
+        )
+    builder = set_not_running(builder, "Queued", explanation.message, builder.now)
+    return builder.set_condition(QUEUED, True, explanation.reason, explanation.message)
 
 
-def _pending(draft: Draft, pod: TrainerPod | None) -> Draft:
-    why = pod.stuck if pod else None
-    if why is None and draft.seen.rejection:
-        why = draft.seen.rejection
-    if why is None:
-        why = Why("Starting", "the pod's container is being started" if pod else "no pod yet")
-    return replace(stopped(draft, why.reason, why.message, draft.now), again_after=_SLOW)
+def _pending(builder: PlanBuilder, pod: TrainerPod | None) -> PlanBuilder:
+    explanation = pod.waiting if pod else None
+    if explanation is None and builder.snapshot.rejection:
+        explanation = builder.snapshot.rejection
+    if explanation is None:
+        explanation = Explanation(
+            "Starting", "the pod's container is being created" if pod else "no pod exists yet"
+        )
+    return replace(
+        set_not_running(builder, explanation.reason, explanation.message, builder.now),
+        requeue_after=_REQUEUE_PENDING,
+    )
 
 
-def _running(draft: Draft, pod: TrainerPod) -> Draft:
-    report = draft.seen.report
-    reason = draft.conditions.reason(RUNNING) if draft.conditions.is_true(RUNNING) else ""
+def _running(builder: PlanBuilder, pod: TrainerPod) -> PlanBuilder:
+    report = builder.snapshot.report
+    reason = builder.conditions.reason(RUNNING) if builder.conditions.is_true(RUNNING) else ""
     if isinstance(report, RunReport):
-        draft = replace(draft, status=with_report(draft.status, report, draft.now))
-        draft = replace(draft, conditions=judge_health(draft.conditions, report.health))
-        return draft.tell(RUNNING, True, "Training", f"pod {pod.name} trains")
-    if isinstance(report, Unreachable) and _late(pod, draft.now):
-        message = f"pod {pod.name} runs, but its status can't be read: {report.cause}"
-        draft = draft.tell(RUNNING, True, "StatusUnreachable", message)
-        unknown = draft.conditions.set(HEALTHY, "Unknown", "StatusUnreachable", message)
-        return replace(draft, conditions=unknown)
+        builder = replace(builder, status=apply_report(builder.status, report, builder.now))
+        builder = replace(
+            builder, conditions=set_health_condition(builder.conditions, report.health)
+        )
+        return builder.set_condition(RUNNING, True, "Training", f"pod {pod.name} is training")
+    if isinstance(report, Unreachable) and _startup_timed_out(pod, builder.now):
+        message = f"pod {pod.name} is running, but its status can't be read: {report.message}"
+        builder = builder.set_condition(RUNNING, True, "StatusUnreachable", message)
+        unknown = builder.conditions.set(HEALTHY, "Unknown", "StatusUnreachable", message)
+        return replace(builder, conditions=unknown)
     if reason in ("Training", "StatusUnreachable"):
-        return draft
-    return draft.tell(RUNNING, True, "TrainerStarting", f"pod {pod.name} loads model and data")
+        return builder
+    return builder.set_condition(
+        RUNNING, True, "TrainerStarting", f"pod {pod.name} is loading the model and the data"
+    )
 
 
-def _late(pod: TrainerPod, now: datetime) -> bool:
-    return pod.since is None or now - pod.since > _TRAINER_START
+def _startup_timed_out(pod: TrainerPod, now: datetime) -> bool:
+    return pod.since is None or now - pod.since > _STARTUP_TIMEOUT

@@ -1,7 +1,7 @@
-"""What is known about one job at one moment, as values that the decision is made from.
+"""A snapshot of what is known about one job: the input of a decision.
 
-Read from the API server and from the pods by `observe`; nothing here does I/O. Objects of other
-kinds are reduced to the few facts that a rule depends on, so that the rules read as sentences.
+`SnapshotReader` fills it from the API server and the pods; nothing here does I/O. Objects of other
+kinds are reduced to the few fields that a rule depends on, so that the rules read as sentences.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,14 @@ from kubelora_api.report import FinalReport, RunReport
 from kubelora_api.spec import JobSpec
 from kubelora_api.status import JobStatus
 
+JobKey = tuple[str, str]
+"""Namespace and name of a LoraTrainingJob."""
 _MOST_RESTARTS: Final = 100
 
 
 @dataclass(frozen=True)
-class Why:
-    """A CamelCase reason and a sentence that tells what to do."""
+class Explanation:
+    """A CamelCase reason and a message that says what to do, as in a condition."""
 
     reason: str
     message: str
@@ -26,7 +28,7 @@ class Why:
 
 @dataclass(frozen=True)
 class Child:
-    """A batch/v1 Job that belongs to the job: one attempt."""
+    """A batch/v1 Job owned by the LoraTrainingJob: one attempt."""
 
     name: str
     uid: str
@@ -35,13 +37,13 @@ class Child:
     deleting: bool = False
     suspended: bool = False
     queue: str | None = None
-    failure: Why | None = None
+    failure: Explanation | None = None
     started: datetime | None = None
     finished: datetime | None = None
 
     @property
     def live(self) -> bool:
-        """Whether it can still have a running pod."""
+        """Whether it may still have a running pod."""
         return self.state == "active"
 
 
@@ -49,10 +51,11 @@ class Child:
 class TrainerPod:
     """A pod of an attempt.
 
-    index: which of the attempt's nodes it is; 0 tells of the run.
-    stuck: why its container does not run, in the cluster's words.
-    since: when its container started. ended: when it terminated.
-    last_words: the termination message when it is no final report.
+    index: Node of the attempt; the pod of index 0 reports on the run.
+    waiting: Why its container is not running, in the cluster's words.
+    since: When its container started.
+    ended: When its container terminated.
+    termination_message: The termination message if it is not a final report.
     """
 
     name: str
@@ -67,44 +70,44 @@ class TrainerPod:
     ready: bool = False
     since: datetime | None = None
     ended: datetime | None = None
-    stuck: Why | None = None
+    waiting: Explanation | None = None
     exit_code: int | None = None
     out_of_memory: bool = False
     final: FinalReport | None = None
-    last_words: str = ""
+    termination_message: str = ""
 
     @property
     def live(self) -> bool:
-        """Whether its container may still run."""
+        """Whether its container may still be running."""
         return self.phase not in ("Succeeded", "Failed")
 
 
-def speaker(pods: Sequence[TrainerPod]) -> TrainerPod | None:
-    """The pod that is asked how the run fares: the newest of index 0, else the newest."""
+def reporting_pod(pods: Sequence[TrainerPod]) -> TrainerPod | None:
+    """Return the pod whose report is read: the newest of index 0, else the newest."""
     return next((p for p in reversed(pods) if p.index == 0), pods[-1] if pods else None)
 
 
-def laggard(pods: Sequence[TrainerPod]) -> TrainerPod | None:
-    """A pod that the others wait for: one that does not run, best one that says why."""
+def blocking_pod(pods: Sequence[TrainerPod]) -> TrainerPod | None:
+    """Return a pod that is not running and blocks the others, preferably one with a reason."""
     waiting = [p for p in reversed(pods) if not p.running]
-    return next((p for p in waiting if p.stuck), waiting[0] if waiting else None)
+    return next((p for p in waiting if p.waiting), waiting[0] if waiting else None)
 
 
 @dataclass(frozen=True)
 class Unreachable:
-    """A pod was asked how it fares and gave no usable answer."""
+    """The result of a report request that got no usable answer."""
 
-    cause: str
+    message: str
 
 
 @dataclass(frozen=True)
-class Observation:
-    """Everything that a decision about one job is made from.
+class Snapshot:
+    """Everything that a decision about one job depends on.
 
-    spec: None where the resource breaks our own rules; ``problems`` then says how.
-    anchors: attempts whose ConfigMap exists; looked up only where the status knows of none.
-    report: None where no pod was asked, because none runs or it was asked a moment ago.
-    rejection: why the API server refused to create the attempt's objects, just now.
+    spec: None if the resource is invalid; ``problems`` then lists the violations.
+    config_map_attempts: Attempts whose ConfigMap exists; read only if the status has no attempt.
+    report: None if no report was requested, because no pod runs or the last one is recent.
+    rejection: Why the API server has just refused to create the attempt's objects.
     """
 
     namespace: str
@@ -118,19 +121,19 @@ class Observation:
     deleting: bool = False
     children: tuple[Child, ...] = ()
     pods: tuple[TrainerPod, ...] = ()
-    anchors: frozenset[int] = frozenset()
+    config_map_attempts: frozenset[int] = frozenset()
     report: RunReport | Unreachable | None = None
-    rejection: Why | None = None
+    rejection: Explanation | None = None
 
     @property
     def max_restarts(self) -> int:
-        """Restarts that the user allows; the API's bound while the spec can't be read."""
+        """Restarts that the user allows; the API's maximum if the spec can't be parsed."""
         return self.spec.restart_policy.max_restarts if self.spec else _MOST_RESTARTS
 
     def child_of(self, attempt: int) -> Child | None:
-        """The attempt's Job."""
+        """Return the attempt's Job, or None."""
         return next((c for c in self.children if c.attempt == attempt), None)
 
     def pods_of(self, attempt: int) -> tuple[TrainerPod, ...]:
-        """The attempt's pods."""
+        """Return the attempt's pods."""
         return tuple(p for p in self.pods if p.attempt == attempt)

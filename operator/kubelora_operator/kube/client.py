@@ -194,7 +194,7 @@ class Cluster:
         if answer.status >= 400:
             if not (missing_is_fine and answer.status == 404):
                 self._on_error(answer.status)
-            raise _refusal(answer.status, raw)
+            raise _error_from(answer.status, raw)
         return _object(raw)
 
 
@@ -223,7 +223,7 @@ def _object(raw: bytes) -> JsonObject:
     return parsed if isinstance(parsed, dict) else {}
 
 
-def _refusal(code: int, raw: bytes) -> ApiError:
+def _error_from(code: int, raw: bytes) -> ApiError:
     try:
         status = _object(raw)
     except ValueError:

@@ -3,7 +3,7 @@
 The client library's elector can't create its Lease, ends at one refused connection and does not
 notice a frozen network. This one measures with a monotonic clock, gives each request less time than
 the lease has left, takes any failure for a failed renewal, and when the lease is lost says so by
-`LeaseLost`, upon which the process must end at once.
+`LeaseLostError`, upon which the process must end at once.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class LeaseApi(Protocol):
         """Replace it, guarded by its resourceVersion."""
 
 
-class LeaseLost(Exception):
+class LeaseLostError(Exception):
     """Another replica may work by now: this process must do nothing more."""
 
 
@@ -50,15 +50,15 @@ DEFAULT_TIMING: Final = Timing()
 
 
 @dataclass(frozen=True)
-class Sighting:
+class ObservedLease:
     """What a candidate saw of the Lease, and since when (monotonic) it has not changed."""
 
     record: tuple[object, ...]
     since: float
 
 
-def may_take(
-    lease: JsonObject, sighting: Sighting, identity: str, now: float, timing: Timing
+def can_acquire(
+    lease: JsonObject, sighting: ObservedLease, identity: str, now: float, timing: Timing
 ) -> bool:
     """Whether the Lease is free: ours, released, or unchanged for its whole duration.
 
@@ -68,12 +68,14 @@ def may_take(
     holder = spec.get("holderIdentity")
     if not holder or holder == identity:
         return True
-    told = spec.get("leaseDurationSeconds")
-    duration = max(float(told), timing.duration) if isinstance(told, int) else timing.duration
+    declared = spec.get("leaseDurationSeconds")
+    duration = (
+        max(float(declared), timing.duration) if isinstance(declared, int) else timing.duration
+    )
     return now - sighting.since > duration
 
 
-def record_of(lease: JsonObject) -> tuple[object, ...]:
+def renewal_record(lease: JsonObject) -> tuple[object, ...]:
     """What changes when a holder renews."""
     spec = lease.get("spec") or {}
     return (
@@ -99,8 +101,8 @@ class Elector:
     ) -> None:
         self._api, self._clock, self._timing, self._sleep = api, clock, timing, sleep
         self._namespace, self._name, self._identity = namespace, name, identity
-        self._sighting: Sighting | None = None
-        self._held: JsonObject | None = None
+        self._observed_lease: ObservedLease | None = None
+        self._current: JsonObject | None = None
         self._renewed = 0.0
 
     async def acquire(self) -> None:
@@ -108,32 +110,32 @@ class Elector:
         while not await self._try_acquire():
             await self._sleep(self._timing.retry)
 
-    async def hold(self) -> None:
+    async def keep_renewing(self) -> None:
         """Renew for ever. Raises LeaseLost when the deadline passed without a renewal."""
         while True:
             await self._sleep(self._timing.retry)
             if self._overdue():
-                raise LeaseLost("the process stood still for longer than the lease allows")
+                raise LeaseLostError("the process stood still for longer than the lease allows")
             began = self._clock()
             left = self._timing.renew_deadline - (began - self._renewed)
             try:
                 async with asyncio.timeout(left):
                     await self._renew()
                 self._renewed = began
-            except LeaseLost:
+            except LeaseLostError:
                 raise
             except Exception as error:
                 log.warning("the lease was not renewed: %s", error)
             if self._overdue():
-                raise LeaseLost(
+                raise LeaseLostError(
                     f"no renewal for {self._timing.renew_deadline:g} s; another replica may lead"
                 )
 
     async def release(self) -> None:
         """Give the Lease back, so that another replica need not wait. Failing is fine."""
-        if self._held is None or self._overdue():
+        if self._current is None or self._overdue():
             return
-        lease, self._held = self._held, None
+        lease, self._current = self._current, None
         try:
             await self._api.put_lease(
                 lease | {"spec": lease["spec"] | {"holderIdentity": ""}}, self._timing.request
@@ -150,11 +152,11 @@ class Elector:
             lease = await self._api.get_lease(self._namespace, self._name, self._timing.request)
             if lease is None:
                 fresh = self._lease(None)
-                self._held = await self._api.create_lease(fresh, self._timing.request)
+                self._current = await self._api.create_lease(fresh, self._timing.request)
             else:
                 if not self._free(lease):
                     return False
-                self._held = await self._api.put_lease(self._lease(lease), self._timing.request)
+                self._current = await self._api.put_lease(self._lease(lease), self._timing.request)
         except Exception as error:
             # Another candidate was quicker, or the API server is away: both are tried again.
             log.info("the lease was not acquired: %s", error)
@@ -163,22 +165,24 @@ class Elector:
         return True
 
     def _free(self, lease: JsonObject) -> bool:
-        now, record = self._clock(), record_of(lease)
-        if self._sighting is None or self._sighting.record != record:
-            self._sighting = Sighting(record, now)
-        return may_take(lease, self._sighting, self._identity, now, self._timing)
+        now, record = self._clock(), renewal_record(lease)
+        if self._observed_lease is None or self._observed_lease.record != record:
+            self._observed_lease = ObservedLease(record, now)
+        return can_acquire(lease, self._observed_lease, self._identity, now, self._timing)
 
     async def _renew(self) -> None:
-        assert self._held is not None
+        assert self._current is not None
         try:
-            self._held = await self._api.put_lease(self._lease(self._held), self._timing.request)
+            self._current = await self._api.put_lease(
+                self._lease(self._current), self._timing.request
+            )
         except Exception:
             # Someone edited it, or our last write arrived and its answer did not: look once.
             found = await self._api.get_lease(self._namespace, self._name, self._timing.request)
             holder = ((found or {}).get("spec") or {}).get("holderIdentity")
             if found is None or holder not in (self._identity, "", None):
-                raise LeaseLost(f"the lease is held by {holder or 'nobody'} now") from None
-            self._held = await self._api.put_lease(self._lease(found), self._timing.request)
+                raise LeaseLostError(f"the lease is held by {holder or 'nobody'} now") from None
+            self._current = await self._api.put_lease(self._lease(found), self._timing.request)
 
     def _lease(self, old: JsonObject | None) -> JsonObject:
         """The Lease as we write it over ``old``."""

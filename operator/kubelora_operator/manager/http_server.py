@@ -9,15 +9,17 @@ Check = Callable[[], str | None]
 """None where all is well, else a sentence."""
 
 
-async def serve(port: int, registry: CollectorRegistry, sick: Check) -> tuple[web.AppRunner, int]:
+async def serve_http(
+    port: int, registry: CollectorRegistry, check_health: Check
+) -> tuple[web.AppRunner, int]:
     """Serve until the runner is cleaned up; returns it and the port taken (``port`` 0: any).
 
     A standby answers like a leader: it is live, and ready to take over.
     """
 
     async def health(_: web.Request) -> web.Response:
-        trouble = sick()
-        return web.Response(status=503 if trouble else 200, text=f"{trouble or 'ok'}\n")
+        problem = check_health()
+        return web.Response(status=503 if problem else 200, text=f"{problem or 'ok'}\n")
 
     async def ready(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")

@@ -18,7 +18,7 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="kubelora", prog_name="kubelora-operator")
-def main() -> None:
+def operator_cli() -> None:
     """Turn LoraTrainingJobs into training pods, and tell how they fare.
 
     \b
@@ -28,7 +28,7 @@ def main() -> None:
     """
 
 
-@main.command()
+@operator_cli.command()
 @click.option(
     "--namespace",
     "-n",
@@ -135,12 +135,12 @@ def run(
     """
     if all_namespaces and namespaces:
         raise click.UsageError("give either --all-namespaces or --namespace, not both")
-    from kubelora_operator.manager import manager as service
-    from kubelora_operator.observability import logging as logs
+    from kubelora_operator.manager import manager
+    from kubelora_operator.observability import logging
 
-    logs.configure(log_format, log_level)
+    logging.configure(log_format, log_level)
     sys.exit(
-        service.run(
+        manager.run_manager(
             Options(
                 namespaces=namespaces,
                 trainer_image=trainer_image,
@@ -163,4 +163,4 @@ def _own_namespace() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    operator_cli()

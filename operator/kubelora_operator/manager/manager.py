@@ -19,72 +19,73 @@ import kopf
 from kubernetes.aio.config import ConfigException
 from prometheus_client import CollectorRegistry
 
-from kubelora_operator.controller import watches as watching
-from kubelora_operator.controller.apply import Actor
+from kubelora_operator.controller import watches
+from kubelora_operator.controller.apply import PlanApplier
 from kubelora_operator.controller.reconciler import Reconciler
-from kubelora_operator.controller.resync import Ledger, Resync
-from kubelora_operator.controller.snapshot_reader import Observer
+from kubelora_operator.controller.resync import Resync, WatchTracker
+from kubelora_operator.controller.snapshot_reader import SnapshotReader
 from kubelora_operator.controller.workqueue import WorkQueue
-from kubelora_operator.kube import client as api
+from kubelora_operator.decision.snapshot import JobKey
+from kubelora_operator.kube import client
 from kubelora_operator.kube.leader_election import Elector
-from kubelora_operator.manager import http_server as server
+from kubelora_operator.manager import http_server
 from kubelora_operator.manager.options import Options
-from kubelora_operator.observability.metrics import JobKey, Telemetry
+from kubelora_operator.observability.metrics import OperatorMetrics
 
 log = logging.getLogger(__name__)
 _WORKERS: Final = 8
 """Jobs that are looked at side by side; each is a few requests that wait for the network."""
-_LOST_LEASE: Final = 3
-_NO_CLUSTER: Final = 2
+_EXIT_LEASE_LOST: Final = 3
+_EXIT_NO_CLUSTER: Final = 2
 
 
-def run(options: Options) -> int:
+def run_manager(options: Options) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code."""
     try:
         asyncio.run(_serve(options))
     except ConfigException as error:
         log.error("no cluster: %s. Run in a pod with a service account, or set KUBECONFIG", error)
-        return _NO_CLUSTER
+        return _EXIT_NO_CLUSTER
     return 0
 
 
 async def _serve(options: Options) -> None:
-    telemetry = Telemetry(CollectorRegistry())
-    ledger = Ledger()
+    metrics = OperatorMetrics(CollectorRegistry())
+    tracker = WatchTracker()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
-        cluster = await api.connect(telemetry.api_error)
+        cluster = await client.connect(metrics.api_error)
         stack.push_async_callback(cluster.close)
-        runner, port = await server.serve(
-            options.port, telemetry.registry, lambda: _trouble(ledger)
+        runner, port = await http_server.serve_http(
+            options.port, metrics.registry, lambda: _health_problem(tracker)
         )
         stack.push_async_callback(runner.cleanup)
         log.info("standing by as %s; /healthz and /metrics on port %d", options.identity, port)
         elector = Elector(
             cluster, options.lease_namespace, options.lease_name, options.identity, time.monotonic
         )
-        telemetry.is_leader.set(0)
+        metrics.is_leader.set(0)
         if not await _unless_stopped(elector.acquire(), stop):
             return
-        telemetry.is_leader.set(1)
+        metrics.is_leader.set(1)
         log.info("leading")
-        holding = asyncio.create_task(_hold_or_die(elector), name="lease")
+        holding = asyncio.create_task(_renew_or_exit(elector), name="lease")
         try:
-            await _lead(options, cluster, telemetry, ledger, stop)
+            await _run_as_leader(options, cluster, metrics, tracker, stop)
         finally:
             holding.cancel()
             await elector.release()
             log.info("released the lease")
 
 
-async def _lead(
+async def _run_as_leader(
     options: Options,
-    cluster: api.Cluster,
-    telemetry: Telemetry,
-    ledger: Ledger,
+    cluster: client.Cluster,
+    metrics: OperatorMetrics,
+    tracker: WatchTracker,
     stop: asyncio.Event,
 ) -> None:
     """Work until told to stop, or until a part that must never end has ended."""
@@ -93,32 +94,32 @@ async def _lead(
 
     def changed(key: JobKey, version: str | None) -> None:
         if version:
-            ledger.hear(key, version, time.monotonic())
+            tracker.record(key, version, time.monotonic())
         queue.add(key)
-        telemetry.queue_depth.set(len(queue))
+        metrics.queue_depth.set(len(queue))
 
-    if not await _unless_stopped(_definition_is_there(options, cluster), stop):
+    if not await _unless_stopped(_wait_for_crd(options, cluster), stop):
         return
     async with aiohttp.ClientSession(trust_env=False) as session:
         reconciler = Reconciler(
-            Observer(cluster, session, poll),
-            Actor(cluster, options.trainer_image, options.identity),
-            telemetry,
+            SnapshotReader(cluster, session, poll),
+            PlanApplier(cluster, options.trainer_image, options.identity),
+            metrics,
             poll,
         )
         resync = Resync(
-            cluster, options.namespaces, ledger, queue.add, options.resync_seconds, time.monotonic
+            cluster, options.namespaces, tracker, queue.add, options.resync_seconds, time.monotonic
         )
-        watches = kopf.operator(
-            registry=watching.build_registry(changed),
-            settings=watching.build_settings(),
+        watch_task = kopf.operator(
+            registry=watches.build_registry(changed),
+            settings=watches.build_settings(),
             standalone=True,
             clusterwide=not options.namespaces,
             namespaces=options.namespaces,
             stop_flag=stop,
         )
         parts: list[Coroutine[Any, Any, None]] = [
-            watches,
+            watch_task,
             resync.run(),
             *(reconciler.work(queue) for _ in range(_WORKERS)),
         ]
@@ -131,12 +132,12 @@ async def _until_one_ends(tasks: list[asyncio.Task[None]], stop: asyncio.Event) 
     everything: set[asyncio.Task[Any]] = {*tasks, stopping}
     done, _ = await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
     stop.set()
-    watches, *others = tasks
+    watch_task, *others = tasks
     for task in others:
         task.cancel()
     # kopf ends by its stop flag; cancelled, it would leave its watches to the garbage collector.
-    await asyncio.wait({watches}, timeout=10)
-    watches.cancel()
+    await asyncio.wait({watch_task}, timeout=10)
+    watch_task.cancel()
     await asyncio.gather(*tasks, stopping, return_exceptions=True)
     for task in tasks:
         if task in done and not task.cancelled() and (error := task.exception()):
@@ -157,7 +158,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
     return False
 
 
-async def _definition_is_there(options: Options, cluster: api.Cluster) -> None:
+async def _wait_for_crd(options: Options, cluster: client.Cluster) -> None:
     """Wait for the CRD: kopf would not notice one that is installed later."""
     namespace = options.namespaces[0] if options.namespaces else None
     while True:
@@ -165,22 +166,22 @@ async def _definition_is_there(options: Options, cluster: api.Cluster) -> None:
             async for _ in cluster.list_jobs(namespace):
                 break
             return
-        except api.ApiError as error:
+        except client.ApiError as error:
             log.warning("LoraTrainingJobs can't be listed yet: %s", error)
             await asyncio.sleep(5)
 
 
-async def _hold_or_die(elector: Elector) -> None:
+async def _renew_or_exit(elector: Elector) -> None:
     try:
-        await elector.hold()
+        await elector.keep_renewing()
     except Exception as error:
         log.critical("the lease is lost, ending at once: %s", error)
         # Nothing may run after this point, not even a clean-up that talks to the API server.
-        os._exit(_LOST_LEASE)
+        os._exit(_EXIT_LEASE_LOST)
 
 
-def _trouble(ledger: Ledger) -> str | None:
-    overdue = ledger.overdue(time.monotonic())
+def _health_problem(tracker: WatchTracker) -> str | None:
+    overdue = tracker.overdue(time.monotonic())
     if not overdue:
         return None
     namespace, name = overdue[0]

@@ -12,7 +12,7 @@ _JOB: contextvars.ContextVar[dict[str, object] | None] = contextvars.ContextVar(
 
 
 @contextmanager
-def job_in_log(namespace: str, name: str, attempt: int | None = None) -> Iterator[None]:
+def job_log_context(namespace: str, name: str, attempt: int | None = None) -> Iterator[None]:
     """Lines logged inside are about this job."""
     about: dict[str, object] = {"namespace": namespace, "name": name}
     token = _JOB.set(about if attempt is None else about | {"attempt": attempt})

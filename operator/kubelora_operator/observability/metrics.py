@@ -11,14 +11,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kubelora_api import metrics
 from kubelora_api.metrics import Metric
 from kubelora_api.status import JobStatus
+from kubelora_operator.decision.snapshot import JobKey
 
-JobKey = tuple[str, str]
-"""Namespace and name."""
 _BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _JobSeries:
     """The series that a job has now, so that they can be taken back."""
 
     state: str
@@ -26,7 +25,7 @@ class _Shown:
     failure: str | None
 
 
-class Telemetry:
+class OperatorMetrics:
     """Counts what the operator does and shows the last known values of each job."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -46,33 +45,33 @@ class Telemetry:
         self._jobs = gauge(metrics.JOBS)
         self._step = gauge(metrics.JOB_STEP)
         self._failed = gauge(metrics.JOB_FAILED)
-        self._shown: dict[JobKey, _Shown] = {}
-        self._population: dict[tuple[str, str], int] = {}
+        self._series: dict[JobKey, _JobSeries] = {}
+        self._counts: dict[tuple[str, str], int] = {}
 
     def api_error(self, code: int) -> None:
         """A request to the API server failed; 0 for no answer."""
         self._api_errors.labels(code=str(code)).inc()
 
-    def show(self, key: JobKey, status: JobStatus) -> None:
+    def set_job(self, key: JobKey, status: JobStatus) -> None:
         """Show a job's last known values."""
         failure = next(
             (c.reason for c in status.conditions if c.type == "Failed" and c.status == "True"), None
         )
         step = status.progress.step if status.progress else None
-        fresh = _Shown(status.state or "Unknown", step is not None, failure)
-        old = self._shown.get(key)
+        fresh = _JobSeries(status.state or "Unknown", step is not None, failure)
+        old = self._series.get(key)
         if old != fresh:
-            self.forget(key)
-            self._shown[key] = fresh
+            self.remove_job(key)
+            self._series[key] = fresh
             self._count(key[0], fresh.state, +1)
         if step is not None:
             self._step.labels(*key).set(step)
         if failure:
             self._failed.labels(*key, failure).set(1)
 
-    def forget(self, key: JobKey) -> None:
+    def remove_job(self, key: JobKey) -> None:
         """The job is gone: so are its series."""
-        old = self._shown.pop(key, None)
+        old = self._series.pop(key, None)
         if old is None:
             return
         self._count(key[0], old.state, -1)
@@ -83,9 +82,9 @@ class Telemetry:
 
     def _count(self, namespace: str, state: str, change: int) -> None:
         key = (namespace, state)
-        number = self._population.get(key, 0) + change
+        number = self._counts.get(key, 0) + change
         if number > 0:
-            self._population[key] = number
+            self._counts[key] = number
             self._jobs.labels(*key).set(number)
-        elif self._population.pop(key, None):
+        elif self._counts.pop(key, None):
             self._jobs.remove(*key)

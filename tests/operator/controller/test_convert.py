@@ -46,7 +46,7 @@ def unscheduled(message: str) -> JsonObject:
                 "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims."
             ),
             "ClaimNotBound",
-            "no volume yet",
+            "is not bound yet",
         ),
         (
             unscheduled("0/1 nodes are available: 1 Insufficient nvidia.com/gpu."),
@@ -68,9 +68,9 @@ def unscheduled(message: str) -> JsonObject:
 def test_why_a_pod_does_not_run(status: JsonObject, reason: str, words: str) -> None:
     found = pod_from(pod(status), "bottles", UID)
     assert found is not None
-    assert found.stuck is not None
-    assert found.stuck.reason == reason
-    assert words in found.stuck.message
+    assert found.waiting is not None
+    assert found.waiting.reason == reason
+    assert words in found.waiting.message
 
 
 def test_a_pod_whose_owner_is_not_one_of_our_jobs_is_not_ours() -> None:
@@ -89,7 +89,7 @@ def test_how_a_container_ended() -> None:
         True,
         False,
     )
-    assert (found.final, found.last_words) == (None, "last  line")
+    assert (found.final, found.termination_message) == (None, "last  line")
 
 
 def test_a_failed_job_tells_its_cause_and_when() -> None:

@@ -9,7 +9,11 @@ import pytest
 from aiohttp import web
 
 from kubelora_api.report import RunReport
-from kubelora_operator.controller.pod_reports import ask, read_final, read_report
+from kubelora_operator.controller.pod_reports import (
+    fetch_report,
+    parse_report,
+    parse_termination_message,
+)
 from kubelora_operator.decision.snapshot import TrainerPod, Unreachable
 from tests.operator.world import UID
 
@@ -18,7 +22,7 @@ POD = TrainerPod("p", "u", 1, address="127.0.0.9", running=True)
 
 
 def test_a_report_is_read() -> None:
-    report = read_report(json.dumps(GOOD).encode(), UID, 1)
+    report = parse_report(json.dumps(GOOD).encode(), UID, 1)
     assert isinstance(report, RunReport)
     assert (report.step, report.loss) == (7, 0.5)
 
@@ -37,24 +41,27 @@ def test_a_report_is_read() -> None:
     ],
 )
 def test_what_is_no_report_of_this_run_is_refused(body: bytes) -> None:
-    assert isinstance(read_report(body, UID, 1), Unreachable)
+    assert isinstance(parse_report(body, UID, 1), Unreachable)
 
 
 def test_numbers_that_a_status_can_not_hold_are_dropped() -> None:
     body = json.dumps(GOOD | {"loss": float("nan"), "gradNorm": float("inf")}).encode()
-    report = read_report(body.replace(b"0.5", b"1e999"), UID, 1)
+    report = parse_report(body.replace(b"0.5", b"1e999"), UID, 1)
     assert isinstance(report, RunReport)
     assert (report.loss, report.grad_norm) == (None, None)
 
 
 def test_a_final_report_is_read_and_anything_else_is_last_words() -> None:
-    final, words = read_final(
+    final, words = parse_termination_message(
         json.dumps({"runId": UID, "attempt": 1, "exitCode": 2, "message": "no images"}), UID, 1
     )
     assert final is not None
     assert (final.exit_code, final.message, words) == (2, "no images", "")
-    assert read_final("Traceback\nValueError: x", UID, 1) == (None, "Traceback\nValueError: x")
-    assert read_final("a" * 5000, UID, 1)[1] == "…" + "a" * 600
+    assert parse_termination_message("Traceback\nValueError: x", UID, 1) == (
+        None,
+        "Traceback\nValueError: x",
+    )
+    assert parse_termination_message("a" * 5000, UID, 1)[1] == "…" + "a" * 600
 
 
 @pytest.fixture
@@ -77,7 +84,7 @@ async def pod_server() -> AsyncIterator[dict[str, web.StreamResponse]]:
 async def test_a_pod_is_asked_over_http(pod_server: dict[str, web.StreamResponse]) -> None:
     pod_server["status"] = web.json_response(GOOD)
     async with aiohttp.ClientSession() as session:
-        report = await ask(session, POD, UID)
+        report = await fetch_report(session, POD, UID)
     assert isinstance(report, RunReport)
     assert report.step == 7
 
@@ -96,14 +103,14 @@ async def test_redirects_errors_and_floods_are_not_followed(
     assert callable(answer)
     pod_server["status"] = answer()
     async with aiohttp.ClientSession() as session:
-        report = await ask(session, POD, UID)
+        report = await fetch_report(session, POD, UID)
     assert isinstance(report, Unreachable)
-    assert cause in report.cause
+    assert cause in report.message
 
 
 async def test_a_pod_that_does_not_listen_is_unreachable() -> None:
     async with aiohttp.ClientSession() as session:
-        report = await ask(session, replace(POD, address="127.0.0.10"), UID)
-        nowhere = await ask(session, replace(POD, address=None), UID)
+        report = await fetch_report(session, replace(POD, address="127.0.0.10"), UID)
+        nowhere = await fetch_report(session, replace(POD, address=None), UID)
     assert isinstance(report, Unreachable)
     assert isinstance(nowhere, Unreachable)

@@ -2,70 +2,70 @@
 
 import asyncio
 
-from kubelora_operator.controller.workqueue import Schedule, WorkQueue
+from kubelora_operator.controller.workqueue import QueueState, WorkQueue
 
 
 def test_a_key_that_is_added_twice_is_done_once() -> None:
-    schedule: Schedule[str] = Schedule()
-    schedule.add("a", 0)
-    schedule.add("a", 0)
-    assert schedule.take(0) == "a"
-    schedule.done("a")
-    assert schedule.take(100) is None
+    state: QueueState[str] = QueueState()
+    state.add("a", 0)
+    state.add("a", 0)
+    assert state.get(0) == "a"
+    state.done("a")
+    assert state.get(100) is None
 
 
 def test_a_key_added_while_it_is_worked_on_is_done_once_more_and_not_side_by_side() -> None:
-    schedule: Schedule[str] = Schedule()
-    schedule.add("a", 0)
-    assert schedule.take(0) == "a"
-    schedule.add("a", 1)
-    assert schedule.take(5) is None
-    assert schedule.next_due() is None  # nothing to wait for but the worker
-    schedule.done("a")
-    assert schedule.take(5) == "a"
+    state: QueueState[str] = QueueState()
+    state.add("a", 0)
+    assert state.get(0) == "a"
+    state.add("a", 1)
+    assert state.get(5) is None
+    assert state.next_ready_at() is None  # nothing to wait for but the worker
+    state.done("a")
+    assert state.get(5) == "a"
 
 
 def test_a_busy_key_does_not_hold_up_the_others() -> None:
-    schedule: Schedule[str] = Schedule()
+    state: QueueState[str] = QueueState()
     for key in ("a", "b"):
-        schedule.add(key, 0)
-    assert schedule.take(0) == "a"
-    schedule.add("a", 0)
-    assert schedule.take(0) == "b"
+        state.add(key, 0)
+    assert state.get(0) == "a"
+    state.add("a", 0)
+    assert state.get(0) == "b"
 
 
 def test_of_two_wishes_the_sooner_counts() -> None:
-    schedule: Schedule[str] = Schedule()
-    schedule.add("a", 10)
-    schedule.add("a", 3)
-    schedule.add("a", 7)
-    assert (schedule.take(2.9), schedule.next_due(), schedule.take(3)) == (None, 3, "a")
-    schedule.done("a")
-    assert schedule.take(100) is None
+    state: QueueState[str] = QueueState()
+    state.add("a", 10)
+    state.add("a", 3)
+    state.add("a", 7)
+    assert (state.get(2.9), state.next_ready_at(), state.get(3)) == (None, 3, "a")
+    state.done("a")
+    assert state.get(100) is None
 
 
 def test_keys_come_in_the_order_in_which_they_are_due() -> None:
-    schedule: Schedule[str] = Schedule()
+    state: QueueState[str] = QueueState()
     for key, at in (("late", 3.0), ("soon", 1.0), ("between", 2.0)):
-        schedule.add(key, at)
-    assert [schedule.take(9) for _ in range(3)] == ["soon", "between", "late"]
+        state.add(key, at)
+    assert [state.get(9) for _ in range(3)] == ["soon", "between", "late"]
 
 
 def test_failures_wait_twice_as_long_each_time_up_to_a_bound_until_one_goes_well() -> None:
-    schedule: Schedule[str] = Schedule(first_backoff=1, longest_backoff=5)
+    state: QueueState[str] = QueueState(first_backoff=1, longest_backoff=5)
     delays = []
     now = 0.0
-    schedule.add("a", now)
+    state.add("a", now)
     for _ in range(4):
-        assert schedule.take(now) == "a"
-        delays.append(schedule.failed("a", now))
+        assert state.get(now) == "a"
+        delays.append(state.failed("a", now))
         now += delays[-1]
     assert delays == [1, 2, 4, 5]
-    assert schedule.take(now) == "a"
-    schedule.done("a")
-    schedule.add("a", now)
-    assert schedule.take(now) == "a"
-    assert schedule.failed("a", now) == 1
+    assert state.get(now) == "a"
+    state.done("a")
+    state.add("a", now)
+    assert state.get(now) == "a"
+    assert state.failed("a", now) == 1
 
 
 async def test_no_two_workers_ever_hold_the_same_key_and_all_are_done() -> None:
@@ -76,7 +76,7 @@ async def test_no_two_workers_ever_hold_the_same_key_and_all_are_done() -> None:
 
     async def worker() -> None:
         while True:
-            key = await queue.take()
+            key = await queue.get()
             assert key not in held
             held.add(key)
             await asyncio.sleep(0)
@@ -100,7 +100,7 @@ async def test_no_two_workers_ever_hold_the_same_key_and_all_are_done() -> None:
 
 async def test_a_waiting_worker_is_woken_by_a_key_and_by_a_delay_that_is_over() -> None:
     queue: WorkQueue[str] = WorkQueue(asyncio.get_running_loop().time)
-    waiting = asyncio.create_task(queue.take())
+    waiting = asyncio.create_task(queue.get())
     await asyncio.sleep(0)
     queue.add("a", delay=0.01)
     async with asyncio.timeout(10):

@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta, timezone
 
 from kubelora_api.status import Condition
-from kubelora_operator.decision.conditions import MESSAGE_MAX, Conditions, time_of, time_text
+from kubelora_operator.decision.conditions import MESSAGE_MAX, Conditions, format_time, parse_time
 from tests.operator.world import START
 
 LATER = START + timedelta(minutes=5)
@@ -34,7 +34,7 @@ def test_one_condition_of_each_type_in_a_fixed_order() -> None:
 
 def test_conditions_of_other_writers_are_dropped() -> None:
     foreign = Condition(
-        type="Rogue", status="True", last_transition_time=time_text(START), reason="X", message=""
+        type="Rogue", status="True", last_transition_time=format_time(START), reason="X", message=""
     )
     assert Conditions.start([foreign], 1, START).items == ()
 
@@ -51,10 +51,10 @@ def test_a_message_is_cut_to_what_a_terminal_takes() -> None:
 
 def test_times_are_written_in_utc_and_read_with_a_zone() -> None:
     vienna = timezone(timedelta(hours=1))
-    assert time_text(datetime(2026, 3, 1, 13, 0, tzinfo=vienna)) == "2026-03-01T12:00:00Z"
-    assert time_of("2026-03-01T12:00:00Z") == START
-    assert time_of("2026-03-01T12:00:00.000000Z") == START
-    assert time_of("2026-03-01T12:00:00") == START
+    assert format_time(datetime(2026, 3, 1, 13, 0, tzinfo=vienna)) == "2026-03-01T12:00:00Z"
+    assert parse_time("2026-03-01T12:00:00Z") == START
+    assert parse_time("2026-03-01T12:00:00.000000Z") == START
+    assert parse_time("2026-03-01T12:00:00") == START
 
 
 def test_a_doubtful_condition_is_not_true() -> None:

@@ -8,8 +8,8 @@ import pytest
 from kubelora_api.report import FinalReport, RunReport
 from kubelora_api.status import Artifact, CheckpointStatus, Finding, HealthStatus, JobStatus
 from kubelora_operator.decision.decide import decide
-from kubelora_operator.decision.snapshot import TrainerPod, Unreachable, Why
-from tests.operator.world import START, UID, World, condition, observation, spec, truth
+from kubelora_operator.decision.snapshot import Explanation, TrainerPod, Unreachable
+from tests.operator.world import START, UID, World, condition, make_snapshot, spec, truth
 
 
 def running_world(**fields: object) -> World:
@@ -25,7 +25,7 @@ def report(**fields: object) -> RunReport:
 
 
 def test_the_attempt_is_numbered_in_the_write_that_goes_before_its_creation() -> None:
-    plan = decide(observation(), START)
+    plan = decide(make_snapshot(), START)
     assert (plan.status.attempt, plan.create) == (1, 1)
     assert condition(plan, "Accepted").status == "True"
     assert plan.status.state == "Pending"
@@ -33,7 +33,7 @@ def test_the_attempt_is_numbered_in_the_write_that_goes_before_its_creation() ->
 
 
 def test_a_crash_between_the_write_and_the_creation_is_made_good() -> None:
-    plan = decide(observation(status=JobStatus(attempt=3)), START)
+    plan = decide(make_snapshot(status=JobStatus(attempt=3)), START)
     assert (plan.status.attempt, plan.create) == (3, 3)
 
 
@@ -46,13 +46,13 @@ def test_the_childs_uid_is_kept() -> None:
 def test_a_pod_that_waits_tells_why_and_recovers() -> None:
     world = World()
     world.settle()
-    why = Why("ClaimNotFound", "PersistentVolumeClaim photos does not exist")
-    world.pods = [replace(world.pods[0], stuck=why)]
+    why = Explanation("ClaimNotFound", "PersistentVolumeClaim photos does not exist")
+    world.pods = [replace(world.pods[0], waiting=why)]
     plan = world.settle()
     assert condition(plan, "Running").status == "False"
     assert condition(plan, "Running").reason == "ClaimNotFound"
     assert plan.delete == ()
-    world.pods = [replace(world.pods[0], stuck=None)]
+    world.pods = [replace(world.pods[0], waiting=None)]
     world.pod_runs()
     assert condition(world.settle(), "Running").status == "True"
     assert world.created == [1]
@@ -114,7 +114,7 @@ def test_failures_count_with_growing_delay_until_the_limit() -> None:
         plan = world.settle()
         assert plan.status.restarts == restart
         assert condition(plan, "Restarting").status == "True"
-        assert plan.again_after == timedelta(seconds=delay)
+        assert plan.requeue_after == timedelta(seconds=delay)
         world.wait(seconds=delay - 1)
         world.settle()
         assert world.created[-1] == restart
@@ -136,9 +136,9 @@ def test_pods_that_are_interrupted_at_once_again_and_again_wait_longer_each_time
     delays = []
     for _ in range(4):
         world.pod_exits(75)
-        again_after = world.reconcile().again_after
-        assert again_after is not None
-        delays.append(again_after.total_seconds())
+        requeue_after = world.reconcile().requeue_after
+        assert requeue_after is not None
+        delays.append(requeue_after.total_seconds())
         world.wait(seconds=delays[-1])
         world.settle()
     # The first is at once, for no loop is known yet.
@@ -149,7 +149,7 @@ def test_running_out_of_memory_counts_and_says_what_to_lower() -> None:
     world = running_world()
     world.pod_exits(137, out_of_memory=True)
     seen = replace(
-        world.observe(),
+        world.snapshot(),
         spec=spec(
             training={"steps": 100, "batchSize": 4},
             podTemplate={"resources": {"limits": {"memory": "48Gi"}}},
@@ -198,7 +198,7 @@ def test_a_failure_while_suspending_is_counted_once() -> None:
 
 
 def test_an_invalid_job_has_no_child_and_says_what_is_wrong() -> None:
-    seen = observation(spec=None, problems=("spec.adapter.rank: must be at least 1, found 0",))
+    seen = make_snapshot(spec=None, problems=("spec.adapter.rank: must be at least 1, found 0",))
     plan = decide(seen, START)
     assert (plan.create, plan.status.attempt, plan.status.state) == (None, 0, "Invalid")
     accepted = condition(plan, "Accepted")
@@ -208,11 +208,11 @@ def test_an_invalid_job_has_no_child_and_says_what_is_wrong() -> None:
 
 def test_lossy_precision_is_accepted_aloud() -> None:
     lossy = {"accumulator": "bf16", "allowLossyPrecision": True}
-    plan = decide(observation(spec=spec(precision=lossy)), START)
+    plan = decide(make_snapshot(spec=spec(precision=lossy)), START)
     accepted = condition(plan, "Accepted")
     assert (accepted.status, accepted.reason) == ("True", "LossyPrecision")
     assert "precision.accumulator is bf16" in accepted.message
-    assert [n.reason for n in plan.notices if n.type == "Warning"] == ["LossyPrecision"]
+    assert [n.reason for n in plan.events if n.type == "Warning"] == ["LossyPrecision"]
 
 
 def test_complete_publishes_the_artifacts_and_a_full_progress() -> None:
@@ -287,7 +287,7 @@ def test_queued_is_read_from_the_jobs_own_suspend() -> None:
 def test_progress_comes_from_the_pods_report() -> None:
     world = running_world()
     told = report(step=42, total_steps=100, loss=0.125, seconds_left=4800.0)
-    plan = decide(replace(world.observe(), report=told), world.now)
+    plan = decide(replace(world.snapshot(), report=told), world.now)
     progress = plan.status.progress
     assert progress is not None
     assert (progress.step, progress.percent, progress.eta) == (42, "42%", "1h20m")
@@ -298,9 +298,9 @@ def test_progress_comes_from_the_pods_report() -> None:
 def test_a_pod_that_can_not_be_asked_is_no_failure() -> None:
     world = running_world()
     silent = Unreachable("no answer")
-    early = decide(replace(world.observe(), report=silent), world.now + timedelta(seconds=60))
+    early = decide(replace(world.snapshot(), report=silent), world.now + timedelta(seconds=60))
     assert condition(early, "Running").reason == "TrainerStarting"
-    late = decide(replace(world.observe(), report=silent), world.now + timedelta(seconds=600))
+    late = decide(replace(world.snapshot(), report=silent), world.now + timedelta(seconds=600))
     running = condition(late, "Running")
     assert (running.status, running.reason) == ("True", "StatusUnreachable")
     assert late.status.state == "Running"
@@ -311,7 +311,7 @@ def test_critical_findings_make_a_job_numerically_unhealthy() -> None:
     finding = Finding(name="UpdatesLost", severity="critical", message="Updates vanish.")
     told = report(health={"verdict": "Critical", "findings": [finding.model_dump()]})
     healthy = condition(
-        decide(replace(world.observe(), report=told), world.now), "NumericallyHealthy"
+        decide(replace(world.snapshot(), report=told), world.now), "NumericallyHealthy"
     )
     assert (healthy.status, healthy.reason) == ("False", "UpdatesLost")
     assert healthy.message == "Updates vanish."
@@ -321,16 +321,18 @@ def test_the_checkpoint_outlives_a_report_that_names_none() -> None:
     world = running_world()
     kept = CheckpointStatus(step=50, uri="pvc://adapters/bottles/checkpoints/step-000050")
     world.status = world.status.model_copy(update={"checkpoint": kept})
-    plan = decide(replace(world.observe(), report=report(step=60)), world.now)
+    plan = decide(replace(world.snapshot(), report=report(step=60)), world.now)
     assert plan.status.checkpoint == kept
 
 
 def test_what_the_api_server_refuses_stands_in_the_condition_until_it_is_taken() -> None:
     world = World()
-    world.status = decide(world.observe(), world.now).status
-    refused = Why("Rejected", "the API server refuses the attempt's objects: exceeded quota")
-    world.status = decide(replace(world.observe(), rejection=refused), world.now).status
-    again = decide(world.observe(), world.now)
+    world.status = decide(world.snapshot(), world.now).status
+    refused = Explanation(
+        "Rejected", "the API server rejected the attempt's objects: exceeded quota"
+    )
+    world.status = decide(replace(world.snapshot(), rejection=refused), world.now).status
+    again = decide(world.snapshot(), world.now)
     assert condition(again, "Running").reason == "Rejected"
     assert (again.create, again.status) == (1, world.status)
 
@@ -341,7 +343,7 @@ def test_a_live_job_of_another_attempt_is_deleted_before_a_result_is_published()
     stray = replace(world.children[1], attempt=7, uid="stray", state="active")
     pod = TrainerPod("stray-pod", "p", 7, phase="Running", running=True)
     seen = replace(
-        world.observe(), children=(world.children[1], replace(stray, attempt=0)), pods=(pod,)
+        world.snapshot(), children=(world.children[1], replace(stray, attempt=0)), pods=(pod,)
     )
     plan = decide(seen, world.now)
     assert [c.uid for c in plan.delete] == ["stray"]
@@ -349,7 +351,7 @@ def test_a_live_job_of_another_attempt_is_deleted_before_a_result_is_published()
 
 
 def test_a_job_that_is_being_deleted_is_left_alone() -> None:
-    plan = decide(observation(deleting=True), START)
+    plan = decide(make_snapshot(deleting=True), START)
     assert (plan.status, plan.create, plan.delete) == (JobStatus(), None, ())
 
 

@@ -8,9 +8,9 @@ import pytest
 from kubelora_api.report import FinalReport
 from kubelora_api.status import CheckpointStatus, Condition, HealthStatus, JobStatus
 from kubelora_operator.decision.decide import decide
-from kubelora_operator.decision.plan_builder import SOON
-from kubelora_operator.decision.snapshot import Child, TrainerPod, Why
-from tests.operator.world import START, UID, World, condition, observation, truth
+from kubelora_operator.decision.plan_builder import REQUEUE_SOON
+from kubelora_operator.decision.snapshot import Child, Explanation, TrainerPod
+from tests.operator.world import START, UID, World, condition, make_snapshot, truth
 
 AT = "2026-03-01T12:00:00Z"
 STRAY_POD = TrainerPod("stray", "stray", 0, phase="Running", running=True)
@@ -40,14 +40,14 @@ def final(code: int, **fields: object) -> FinalReport:
 
 def test_a_newer_job_than_the_status_knows_is_the_current_attempt() -> None:
     newer = Child("bottles-0b5e7-3", "job-3", 3)
-    plan = decide(observation(status=JobStatus(attempt=1), children=(newer,)), START)
+    plan = decide(make_snapshot(status=JobStatus(attempt=1), children=(newer,)), START)
     assert (plan.status.attempt, plan.status.child_uid, plan.delete) == (3, "job-3", ())
 
 
 def test_a_wiped_status_goes_on_with_the_newest_of_several_jobs() -> None:
     old = Child("bottles-0b5e7-1", "job-1", 1, state="failed", finished=START)
     new = Child("bottles-0b5e7-2", "job-2", 2)
-    plan = decide(observation(children=(old, new)), START)
+    plan = decide(make_snapshot(children=(old, new)), START)
     assert (plan.status.attempt, plan.status.child_uid, plan.create) == (2, "job-2", None)
 
 
@@ -64,12 +64,12 @@ def test_the_start_time_is_the_first_attempts() -> None:
 
 def test_a_job_found_without_a_start_time_started_when_it_was_found() -> None:
     child = Child("bottles-0b5e7-1", "job-1", 1)
-    plan = decide(observation(children=(child,)), START)
+    plan = decide(make_snapshot(children=(child,)), START)
     assert plan.status.start_time == AT
 
 
 def test_the_start_time_is_written_before_anything_is_created() -> None:
-    plan = decide(observation(), START)
+    plan = decide(make_snapshot(), START)
     assert (plan.create, plan.status.start_time) == (1, AT)
 
 
@@ -78,7 +78,7 @@ def test_the_start_time_is_written_before_anything_is_created() -> None:
 
 def test_a_job_that_is_done_before_its_uid_was_noted_is_complete() -> None:
     done = Child("bottles-0b5e7-1", "job-1", 1, state="complete", finished=START)
-    status = decide(observation(status=JobStatus(attempt=1), children=(done,)), START).status
+    status = decide(make_snapshot(status=JobStatus(attempt=1), children=(done,)), START).status
     assert (status.child_uid, status.state) == ("job-1", "Complete")
 
 
@@ -88,13 +88,15 @@ def test_a_result_untells_what_was_told_of_earlier_attempts() -> None:
         told("Restarting", "False", "Restarted"),
     ]
     done = Child("bottles-0b5e7-1", "job-1", 1, state="complete", finished=START)
-    failed = replace(done, state="failed", failure=Why("PodFailurePolicy", "with exit code 2"))
+    failed = replace(
+        done, state="failed", failure=Explanation("PodFailurePolicy", "with exit code 2")
+    )
     for child, reason in ((done, "Complete"), (failed, "Failed")):
         status = JobStatus(attempt=1, child_uid="job-1", conditions=conditions)
         if child is failed:
-            failure = Why("PodFailurePolicy", "Container trainer failed with exit code 2")
+            failure = Explanation("PodFailurePolicy", "Container trainer failed with exit code 2")
             child = replace(child, failure=failure)
-        plan = decide(observation(status=status, children=(child,)), START)
+        plan = decide(make_snapshot(status=status, children=(child,)), START)
         assert plan.status.state == reason
         for kind in ("Suspended", "Restarting"):
             assert condition(plan, kind).status == "False"
@@ -116,7 +118,7 @@ def test_a_complete_job_is_judged_by_its_last_known_health(
     pod = TrainerPod("p", "p", 1, phase="Succeeded", exit_code=0, final=final(0))
     unreachable = [told("NumericallyHealthy", "Unknown", "StatusUnreachable")]
     before = JobStatus(attempt=1, health=health, conditions=unreachable if health else [])
-    seen = observation(status=before, children=(done,), pods=(pod,) if report else ())
+    seen = make_snapshot(status=before, children=(done,), pods=(pod,) if report else ())
     after = decide(seen, START).status
     assert truth(after, "NumericallyHealthy") == status
     if reason:
@@ -127,11 +129,11 @@ def test_a_complete_job_is_judged_by_its_last_known_health(
     ("verdict", "status"), [("Critical", "False"), ("Healthy", "True"), ("Unknown", None)]
 )
 def test_a_failed_job_is_judged_by_its_last_known_health(verdict: str, status: str | None) -> None:
-    failure = Why("PodFailurePolicy", "Container trainer failed with exit code 3")
+    failure = Explanation("PodFailurePolicy", "Container trainer failed with exit code 3")
     child = Child("bottles-0b5e7-1", "job-1", 1, "failed", failure=failure, finished=START)
     health = HealthStatus.model_validate({"verdict": verdict})
     before = JobStatus(attempt=1, health=health)
-    after = decide(observation(status=before, children=(child,)), START).status
+    after = decide(make_snapshot(status=before, children=(child,)), START).status
     assert after.state == "Failed"
     assert truth(after, "NumericallyHealthy") == status
 
@@ -140,12 +142,12 @@ def test_a_failed_job_is_judged_by_its_last_known_health(verdict: str, status: s
 def test_a_finished_job_ends_strays_that_turn_up_later(over: str) -> None:
     stray = Child("bottles-0b5e7-1", "job-1", 1)
     status = JobStatus(attempt=1, conditions=[told(over, "True", "X")])
-    plan = decide(observation(status=status, children=(stray,)), START)
-    assert (plan.delete, plan.again_after) == ((stray,), SOON)
+    plan = decide(make_snapshot(status=status, children=(stray,)), START)
+    assert (plan.delete, plan.requeue_after) == ((stray,), REQUEUE_SOON)
     gone = replace(stray, deleting=True)
-    plan = decide(observation(status=status, children=(gone,)), START)
-    assert (plan.delete, plan.again_after) == ((), SOON)
-    assert decide(observation(status=status), START).again_after is None
+    plan = decide(make_snapshot(status=status, children=(gone,)), START)
+    assert (plan.delete, plan.requeue_after) == ((), REQUEUE_SOON)
+    assert decide(make_snapshot(status=status), START).requeue_after is None
 
 
 # ---- an end that is not the last ----
@@ -170,13 +172,13 @@ def test_time_of_running_is_summed_over_attempts_up_to_each_end() -> None:
 
 
 def test_a_clock_that_went_back_takes_no_running_time_away() -> None:
-    failure = Why("BackoffLimitExceeded", "")
+    failure = Explanation("BackoffLimitExceeded", "")
     early = START - timedelta(hours=1)
     child = Child("bottles-0b5e7-1", "job-1", 1, "failed", failure=failure, finished=early)
     status = JobStatus(
         attempt=1, active_seconds=7, conditions=[told("Running", "True", "Training")]
     )
-    after = decide(observation(status=status, children=(child,)), START).status
+    after = decide(make_snapshot(status=status, children=(child,)), START).status
     assert after.active_seconds == 7
 
 
@@ -186,7 +188,7 @@ def test_a_free_restart_is_taken_although_the_limit_was_lowered_below_what_is_us
     world.pod_exits(75)
     status = world.reconcile().status
     assert (truth(status, "Failed"), truth(status, "Restarting")) == (None, "True")
-    assert condition(status, "Restarting").message.endswith("(free of charge)")
+    assert condition(status, "Restarting").message.endswith("(not counted against maxRestarts)")
 
 
 def test_a_counted_restart_says_how_many_are_left() -> None:
@@ -204,7 +206,7 @@ def test_the_last_word_of_an_interrupted_attempt_is_kept() -> None:
     first = replace(world.pods[0], final=final(75, step=41, total_steps=100))
     last = replace(first, final=final(75, step=42, total_steps=100, checkpoint=at))
     other = replace(first, attempt=7, final=final(75, step=9, total_steps=100))
-    seen = replace(world.observe(), pods=(first, last, other))
+    seen = replace(world.snapshot(), pods=(first, last, other))
     status = decide(seen, world.now).status
     assert status.progress is not None
     assert (status.progress.step, status.progress.percent) == (42, "42%")
@@ -231,7 +233,7 @@ def test_a_job_suspended_when_its_pod_ends_is_suspended_at_once() -> None:
     world.suspend = True
     plan = world.reconcile()
     assert plan.status.state == "Suspended"
-    assert [(n.type, n.reason) for n in plan.notices] == [("Normal", "SuspendedByUser")]
+    assert [(n.type, n.reason) for n in plan.events] == [("Normal", "SuspendedByUser")]
 
 
 @pytest.mark.parametrize(
@@ -261,14 +263,14 @@ def test_the_delay_before_the_next_attempt(
         started=START - timedelta(minutes=1),
         finished=START,
     )
-    seen = observation(status=status, children=(ended,))
+    seen = make_snapshot(status=status, children=(ended,))
     if seconds:
         early = decide(seen, START + timedelta(seconds=seconds - 1))
-        assert (early.create, early.again_after) == (None, timedelta(seconds=1))
+        assert (early.create, early.requeue_after) == (None, timedelta(seconds=1))
     due = decide(seen, START + timedelta(seconds=seconds))
     assert due.create == attempt + 1
     late = decide(seen, START + timedelta(days=9))
-    assert (late.create, late.again_after) == (attempt + 1, None)
+    assert (late.create, late.requeue_after) == (attempt + 1, None)
 
 
 def test_the_wait_of_an_end_that_is_long_over_is_nothing() -> None:
@@ -278,14 +280,14 @@ def test_the_wait_of_an_end_that_is_long_over_is_nothing() -> None:
     world.status = world.status.model_copy(
         update={"conditions": [told("Restarting", "True", "TrainerFailed", "2026-02-01T12:00:00Z")]}
     )
-    assert decide(world.observe(), world.now).create == 2
+    assert decide(world.snapshot(), world.now).create == 2
 
 
 def test_the_wait_of_a_free_end_within_a_second_is_not_negative() -> None:
     world = running_world()
     world.wait(milliseconds=700)  # conditions are stamped with whole seconds
     world.pod_exits(75)
-    assert world.reconcile().again_after == timedelta()
+    assert world.reconcile().requeue_after == timedelta()
 
 
 def test_a_resumed_job_does_not_wait_for_a_restart_that_is_over() -> None:
@@ -294,19 +296,19 @@ def test_a_resumed_job_does_not_wait_for_a_restart_that_is_over() -> None:
         told("Suspended", "True", "SuspendedByUser"),
     ]
     status = JobStatus(attempt=1, restarts=1, conditions=conditions)
-    assert decide(observation(status=status), START).create == 2
+    assert decide(make_snapshot(status=status), START).create == 2
 
 
 def test_a_new_attempt_forgets_the_uid_of_the_old_ones_job() -> None:
     conditions = [told("Restarting", "True", "Interrupted")]
     status = JobStatus(attempt=1, child_uid="job-1", conditions=conditions)
-    plan = decide(observation(status=status), START)
+    plan = decide(make_snapshot(status=status), START)
     assert (plan.status.attempt, plan.status.child_uid) == (2, None)
 
 
 def test_a_job_that_became_unreadable_is_not_begun_again() -> None:
     status = JobStatus(attempt=1, conditions=[told("Restarting", "True", "Interrupted")])
-    plan = decide(observation(spec=None, status=status), START)
+    plan = decide(make_snapshot(spec=None, status=status), START)
     assert (plan.status.attempt, plan.create) == (1, None)
     assert truth(plan.status, "Restarting") == "True"
 
@@ -314,7 +316,7 @@ def test_a_job_that_became_unreadable_is_not_begun_again() -> None:
 @pytest.mark.parametrize("reason", ["Rejected", "NameTaken"])
 def test_a_refusal_stays_until_the_objects_are_taken(reason: str) -> None:
     status = JobStatus(attempt=1, conditions=[told("Running", "False", reason)])
-    plan = decide(observation(status=status), START)
+    plan = decide(make_snapshot(status=status), START)
     assert (condition(plan, "Running").reason, plan.create) == (reason, 1)
 
 
@@ -327,13 +329,13 @@ def test_suspending_deletes_each_job_once_and_keeps_looking() -> None:
     stray = Child("bottles-0b5e7-1", "job-1", 1)
     old = Child("bottles-0b5e7-0", "job-0", -1, state="failed", finished=START)
     status = JobStatus(attempt=2, child_uid="job-2")
-    seen = observation(suspend=True, status=status, children=(current, stray, old))
+    seen = make_snapshot(suspend=True, status=status, children=(current, stray, old))
     plan = decide(seen, START)
     assert sorted(c.uid for c in plan.delete) == ["job-0", "job-1", "job-2"]
-    assert plan.again_after == SOON
-    seen = observation(suspend=True, status=status, children=(ending,))
+    assert plan.requeue_after == REQUEUE_SOON
+    seen = make_snapshot(suspend=True, status=status, children=(ending,))
     plan = decide(seen, START)
-    assert (plan.delete, plan.again_after) == ((), SOON)
+    assert (plan.delete, plan.requeue_after) == ((), REQUEUE_SOON)
 
 
 def test_a_suspended_job_waits_for_no_queue_and_runs_no_longer() -> None:
@@ -344,7 +346,7 @@ def test_a_suspended_job_waits_for_no_queue_and_runs_no_longer() -> None:
     ]
     at = CheckpointStatus(step=42, uri="pvc://adapters/bottles/checkpoints/step-000042")
     status = JobStatus(attempt=1, conditions=conditions, checkpoint=at)
-    plan = decide(observation(suspend=True, status=status), START)
+    plan = decide(make_snapshot(suspend=True, status=status), START)
     assert {c.type: c.status for c in plan.status.conditions if c.type != "Accepted"} == {
         "Queued": "False",
         "Running": "False",
@@ -353,17 +355,17 @@ def test_a_suspended_job_waits_for_no_queue_and_runs_no_longer() -> None:
     }
     assert plan.status.active_seconds == 60
     assert condition(plan, "Suspended").message == (
-        "spec.suspend is true: set it to false to go on from the checkpoint of step 42"
+        "spec.suspend is true; set it to false to resume from the checkpoint of step 42"
     )
 
 
 @pytest.mark.parametrize(
-    ("attempt", "ending"), [(0, "to go on"), (1, "to go on from the last checkpoint")]
+    ("attempt", "ending"), [(0, "to start training"), (1, "to resume from the last checkpoint")]
 )
 def test_a_suspended_job_says_from_where_it_will_go_on(attempt: int, ending: str) -> None:
     conditions = [told("Suspended", "True", "SuspendedByUser")] if attempt else []
     status = JobStatus(attempt=attempt, conditions=conditions)
-    plan = decide(observation(suspend=True, status=status), START)
+    plan = decide(make_snapshot(suspend=True, status=status), START)
     assert condition(plan, "Suspended").message.endswith(f"set it to false {ending}")
 
 

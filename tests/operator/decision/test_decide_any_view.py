@@ -15,16 +15,18 @@ from hypothesis import example, given, settings
 from kubelora_api.status import Condition, JobStatus
 from kubelora_operator.decision.conditions import TYPES
 from kubelora_operator.decision.decide import decide
-from kubelora_operator.decision.plan import Plan
-from kubelora_operator.decision.snapshot import Child, Observation, TrainerPod, Why
-from tests.operator.world import START, observation, spec, truth
+from kubelora_operator.decision.plan import ReconcilePlan
+from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, TrainerPod
+from tests.operator.world import START, make_snapshot, spec, truth
 
 ATTEMPTS = st.integers(0, 3)
 REASONS = ("Starting", "Suspending", "SuspendedByUser", "TrainerFailed", "Disrupted", "Rejected")
 FAILURES = (
-    Why("PodFailurePolicy", "Container trainer failed with exit code 2 matching FailJob rule"),
-    Why("PodFailurePolicy", "Pod x has condition DisruptionTarget matching FailJob rule"),
-    Why("BackoffLimitExceeded", "Job has reached the specified backoff limit"),
+    Explanation(
+        "PodFailurePolicy", "Container trainer failed with exit code 2 matching FailJob rule"
+    ),
+    Explanation("PodFailurePolicy", "Pod x has condition DisruptionTarget matching FailJob rule"),
+    Explanation("BackoffLimitExceeded", "Job has reached the specified backoff limit"),
 )
 
 
@@ -84,33 +86,35 @@ def conditions(draw: st.DrawFn) -> list[Condition]:
 
 
 @st.composite
-def views(draw: st.DrawFn) -> Observation:
+def views(draw: st.DrawFn) -> Snapshot:
     status = JobStatus(
         attempt=draw(ATTEMPTS),
         restarts=draw(st.integers(0, 2)),
         child_uid=draw(st.sampled_from((None, "job-1"))),
         conditions=draw(conditions()),
     )
-    return observation(
+    return make_snapshot(
         spec=draw(st.sampled_from((spec(), spec(), spec(), None))),
         suspend=draw(st.booleans()),
         deleting=draw(st.integers(0, 9)) == 0,
         status=status,
         children=draw(children()),
         pods=draw(pods()),
-        anchors=draw(st.frozensets(ATTEMPTS.filter(bool))) if status.attempt == 0 else frozenset(),
-        rejection=draw(st.sampled_from((None, Why("Rejected", "exceeded quota")))),
+        config_map_attempts=draw(st.frozensets(ATTEMPTS.filter(bool)))
+        if status.attempt == 0
+        else frozenset(),
+        rejection=draw(st.sampled_from((None, Explanation("Rejected", "exceeded quota")))),
     )
 
 
-def something_lives(seen: Observation) -> bool:
+def something_lives(seen: Snapshot) -> bool:
     """Written out again, by what the cluster says rather than by the rules' own words."""
     return any(c.state == "active" for c in seen.children) or any(
         p.phase in ("Pending", "Running") for p in seen.pods
     )
 
 
-def newly(seen: Observation, plan: Plan, kind: str) -> bool:
+def newly(seen: Snapshot, plan: ReconcilePlan, kind: str) -> bool:
     return truth(plan.status, kind) == "True" != truth(seen.status, kind)
 
 
@@ -137,20 +141,20 @@ RESTARTED = FIRST.model_copy(
 
 @settings(max_examples=250, deadline=None)
 @given(seen=views())
-@example(seen=observation(pods=(RUNNING,)))
-@example(seen=observation(children=(STRAY,)))
-@example(seen=observation(status=FIRST.model_copy(update={"child_uid": None}), children=(STRAY,)))
-@example(seen=observation(status=RESTARTED, children=(FAILED,), pods=(RUNNING,)))
-@example(seen=observation(suspend=True, pods=(RUNNING,)))
-@example(seen=observation(suspend=True, children=(STRAY,)))
-@example(seen=observation(suspend=True, status=FIRST, children=(FAILED,), pods=(RUNNING,)))
-@example(seen=observation(status=FIRST, children=(DONE, STRAY)))
-@example(seen=observation(status=FIRST, children=(DONE,), pods=(RUNNING,)))
-@example(seen=observation(status=FIRST, children=(DONE,), pods=(replace(RUNNING, attempt=1),)))
-@example(seen=observation(status=FIRST, children=(FAILED, STRAY)))
-@example(seen=observation(status=FIRST, children=(FAILED,), pods=(RUNNING,)))
-@example(seen=observation(status=FIRST, children=(FAILED,), pods=(replace(RUNNING, attempt=1),)))
-def test_nothing_begins_or_ends_while_anything_may_still_write(seen: Observation) -> None:
+@example(seen=make_snapshot(pods=(RUNNING,)))
+@example(seen=make_snapshot(children=(STRAY,)))
+@example(seen=make_snapshot(status=FIRST.model_copy(update={"child_uid": None}), children=(STRAY,)))
+@example(seen=make_snapshot(status=RESTARTED, children=(FAILED,), pods=(RUNNING,)))
+@example(seen=make_snapshot(suspend=True, pods=(RUNNING,)))
+@example(seen=make_snapshot(suspend=True, children=(STRAY,)))
+@example(seen=make_snapshot(suspend=True, status=FIRST, children=(FAILED,), pods=(RUNNING,)))
+@example(seen=make_snapshot(status=FIRST, children=(DONE, STRAY)))
+@example(seen=make_snapshot(status=FIRST, children=(DONE,), pods=(RUNNING,)))
+@example(seen=make_snapshot(status=FIRST, children=(DONE,), pods=(replace(RUNNING, attempt=1),)))
+@example(seen=make_snapshot(status=FIRST, children=(FAILED, STRAY)))
+@example(seen=make_snapshot(status=FIRST, children=(FAILED,), pods=(RUNNING,)))
+@example(seen=make_snapshot(status=FIRST, children=(FAILED,), pods=(replace(RUNNING, attempt=1),)))
+def test_nothing_begins_or_ends_while_anything_may_still_write(seen: Snapshot) -> None:
     plan = decide(seen, START)
     if something_lives(seen):
         assert plan.create is None, "a pod would be created beside one that runs"
@@ -159,15 +163,15 @@ def test_nothing_begins_or_ends_while_anything_may_still_write(seen: Observation
         waits_for_its_queue = any(c.suspended for c in seen.children)
         has_more_to_do = seen.spec is not None and not seen.deleting
         if has_more_to_do and not waits_for_its_queue:
-            assert plan.again_after is not None, "nobody would look again"
+            assert plan.requeue_after is not None, "nobody would look again"
 
 
 @settings(max_examples=200, deadline=None)
 @given(seen=views())
-@example(seen=observation(status=FIRST, children=(JOB, STRAY)))
-@example(seen=observation(suspend=True, status=FIRST, children=(JOB, STRAY)))
-@example(seen=observation(suspend=True, status=FIRST, children=(replace(JOB, deleting=True),)))
-def test_what_is_deleted_is_what_may_not_live_once_each(seen: Observation) -> None:
+@example(seen=make_snapshot(status=FIRST, children=(JOB, STRAY)))
+@example(seen=make_snapshot(suspend=True, status=FIRST, children=(JOB, STRAY)))
+@example(seen=make_snapshot(suspend=True, status=FIRST, children=(replace(JOB, deleting=True),)))
+def test_what_is_deleted_is_what_may_not_live_once_each(seen: Snapshot) -> None:
     plan = decide(seen, START)
     doomed = [c.uid for c in plan.delete]
     assert len(doomed) == len(set(doomed)), "a Job is deleted twice in one plan"
@@ -186,9 +190,9 @@ def test_what_is_deleted_is_what_may_not_live_once_each(seen: Observation) -> No
 
 @settings(max_examples=200, deadline=None)
 @given(seen=views(), wait=st.sampled_from((0, 5, 3600)))
-def test_numbers_never_go_back_and_rise_by_one(seen: Observation, wait: int) -> None:
+def test_numbers_never_go_back_and_rise_by_one(seen: Snapshot, wait: int) -> None:
     plan = decide(seen, START + timedelta(seconds=wait))
-    known = {c.attempt for c in seen.children} | seen.anchors | {seen.status.attempt}
+    known = {c.attempt for c in seen.children} | seen.config_map_attempts | {seen.status.attempt}
     assert seen.status.attempt <= plan.status.attempt <= max(known) + 1
     assert seen.status.restarts <= plan.status.restarts <= seen.status.restarts + 1
     if plan.create is not None:
@@ -199,13 +203,13 @@ def test_numbers_never_go_back_and_rise_by_one(seen: Observation, wait: int) -> 
 
 @settings(max_examples=100, deadline=None)
 @given(seen=views())
-def test_a_finished_job_keeps_its_status_whatever_is_seen(seen: Observation) -> None:
+def test_a_finished_job_keeps_its_status_whatever_is_seen(seen: Snapshot) -> None:
     over = "True" in (truth(seen.status, "Complete"), truth(seen.status, "Failed"))
     plan = decide(seen, later(seen))
     if over or seen.deleting:
         assert plan.status == seen.status
-        assert (plan.create, plan.notices) == (None, ())
+        assert (plan.create, plan.events) == (None, ())
 
 
-def later(seen: Observation) -> datetime:
+def later(seen: Snapshot) -> datetime:
     return START + timedelta(days=seen.status.attempt)

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from kubelora_operator.decision.decide import decide
-from kubelora_operator.decision.plan import Plan
+from kubelora_operator.decision.plan import ReconcilePlan
 from tests.operator.world import World, truth
 
 COUNTED = (1, 4, 137, 143)
@@ -18,7 +18,7 @@ class History:
     """A world, a second, slower operator, and what was seen so far."""
 
     world: World
-    stale: tuple[Plan, int] | None = None
+    stale: tuple[ReconcilePlan, int] | None = None
     failures: int = 0
     ended: list[int] | None = None
     held: tuple[int, int] | None = None
@@ -28,7 +28,7 @@ class History:
 
     def look_twice(self) -> None:
         """The second operator looks, and will act on this view later."""
-        self.stale = (decide(self.world.observe(), self.world.now), self.world.version)
+        self.stale = (decide(self.world.snapshot(), self.world.now), self.world.version)
 
     def act_late(self) -> None:
         if self.stale:
@@ -122,7 +122,7 @@ def check_rest(world: World) -> None:
     plan = world.settle()
     assert not plan.delete
     assert plan.create is None
-    assert not plan.notices
+    assert not plan.events
 
 
 @settings(max_examples=400, deadline=None)

@@ -10,10 +10,10 @@ from kubelora_api.report import FinalReport
 from kubelora_api.status import Artifact
 from kubelora_operator.controller.convert import pod_from
 from kubelora_operator.decision.decide import decide
-from kubelora_operator.decision.failure import Cost, cause_of
-from kubelora_operator.decision.snapshot import Child, Observation, TrainerPod, Why
+from kubelora_operator.decision.failure import RestartCost, classify_failure
+from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, TrainerPod
 from tests.operator.controller.test_convert import pod as pod_document
-from tests.operator.world import START, World, condition, observation, spec
+from tests.operator.world import START, World, condition, make_snapshot, spec
 
 GANG: dict[str, Any] = {
     "workers": {"nodes": 2, "gpusPerNode": 1},
@@ -24,7 +24,7 @@ FAILED = Child(
     uid="job-1",
     attempt=1,
     state="failed",
-    failure=Why("BackoffLimitExceeded", "Job has reached the specified backoff limit"),
+    failure=Explanation("BackoffLimitExceeded", "Job has reached the specified backoff limit"),
 )
 
 
@@ -43,54 +43,64 @@ def ended(index: int, code: int, after: int, **changes: Any) -> TrainerPod:
     return replace(pod, **changes)
 
 
-def gang(*pods: TrainerPod, child: Child = FAILED) -> Observation:
+def gang(*pods: TrainerPod, child: Child = FAILED) -> Snapshot:
     status = World().status.model_copy(update={"attempt": 1, "child_uid": "job-1"})
-    return observation(spec=spec(**GANG), status=status, children=(child,), pods=pods)
+    return make_snapshot(spec=spec(**GANG), status=status, children=(child,), pods=pods)
 
 
 @pytest.mark.parametrize(
     ("pods", "cost", "reason", "words"),
     [
-        ((ended(0, 4, 1), ended(1, 1, 2)), Cost.COUNTED, "TrainerFailed", "words of 1"),
-        ((ended(0, 4, 1), ended(1, 3, 9)), Cost.FINAL, "NumericalFailure", "words of 1"),
-        ((ended(0, 1, 5), ended(1, 1, 3)), Cost.COUNTED, "TrainerFailed", "words of 1"),
-        ((ended(0, 75, 5), ended(1, 4, 3)), Cost.FREE, "Interrupted", "checkpoint"),
+        ((ended(0, 4, 1), ended(1, 1, 2)), RestartCost.COUNTED, "TrainerFailed", "words of 1"),
+        ((ended(0, 4, 1), ended(1, 3, 9)), RestartCost.FINAL, "NumericalFailure", "words of 1"),
+        ((ended(0, 1, 5), ended(1, 1, 3)), RestartCost.COUNTED, "TrainerFailed", "words of 1"),
+        ((ended(0, 75, 5), ended(1, 4, 3)), RestartCost.FREE, "Interrupted", "checkpoint"),
         (
             (ended(0, 4, 1), ended(1, 137, 2, out_of_memory=True)),
-            Cost.COUNTED,
+            RestartCost.COUNTED,
             "OutOfMemory",
             "memory",
         ),
         # Pod 1 was deleted because pod 0 had failed; what it said then is no cause.
-        ((ended(0, 1, 9), ended(1, 75, 3, deleting=True)), Cost.COUNTED, "TrainerFailed", "of 0"),
-        ((ended(0, 4, 9), ended(1, 137, 3, disrupted=True)), Cost.FREE, "Disrupted", "evicted"),
         (
-            (ended(0, 4, 9), ended(1, 143, 3, disrupted=True, deleting=True)),
-            Cost.FREE,
+            (ended(0, 1, 9), ended(1, 75, 3, deleting=True)),
+            RestartCost.COUNTED,
+            "TrainerFailed",
+            "of 0",
+        ),
+        (
+            (ended(0, 4, 9), ended(1, 137, 3, disrupted=True)),
+            RestartCost.FREE,
             "Disrupted",
             "evicted",
         ),
-        ((ended(0, 4, 1),), Cost.FREE, "PodDeleted", "index 1 was deleted"),
-        ((ended(0, 4, 1), ended(1, 4, 1)), Cost.COUNTED, "PeerLost", "network"),
+        (
+            (ended(0, 4, 9), ended(1, 143, 3, disrupted=True, deleting=True)),
+            RestartCost.FREE,
+            "Disrupted",
+            "evicted",
+        ),
+        ((ended(0, 4, 1),), RestartCost.FREE, "PodDeleted", "index 1 was deleted"),
+        ((ended(0, 4, 1), ended(1, 4, 1)), RestartCost.COUNTED, "PeerLost", "network"),
     ],
 )
 def test_the_cause_of_a_gangs_failure_is_the_first_real_one(
-    pods: tuple[TrainerPod, ...], cost: Cost, reason: str, words: str
+    pods: tuple[TrainerPod, ...], cost: RestartCost, reason: str, words: str
 ) -> None:
-    cause = cause_of(gang(*pods), FAILED)
-    assert (cause.cost, cause.why.reason) == (cost, reason)
-    assert words in cause.why.message
+    cause = classify_failure(gang(*pods), FAILED)
+    assert (cause.cost, cause.explanation.reason) == (cost, reason)
+    assert words in cause.explanation.message
 
 
 def test_the_sentence_is_that_of_the_pod_whose_code_the_job_names() -> None:
-    told = Why(
+    told = Explanation(
         "PodFailurePolicy",
         "Container trainer for pod studio/bottles-0b5e7-1-1 failed with exit code 2 matching "
         "FailJob rule at index 0",
     )
     seen = gang(ended(0, 4, 1), ended(1, 2, 2))
-    cause = cause_of(seen, replace(FAILED, failure=told))
-    assert (cause.cost, cause.why.message) == (Cost.FINAL, "words of 1")
+    cause = classify_failure(seen, replace(FAILED, failure=told))
+    assert (cause.cost, cause.explanation.message) == (RestartCost.FINAL, "words of 1")
 
 
 def running(index: int, **changes: Any) -> TrainerPod:
@@ -117,8 +127,10 @@ def test_a_gang_runs_when_all_its_pods_do_and_the_first_tells(order: tuple[int, 
 
 def test_a_pod_that_cannot_start_holds_up_the_gang_and_the_condition_says_why() -> None:
     live = replace(FAILED, state="active", failure=None)
-    stuck = Why("Unschedulable", "no node takes the pod: 0/1 nodes have a GPU left")
-    waiting = running(1, phase="Pending", running=False, stuck=stuck)
+    unschedulable = Explanation(
+        "Unschedulable", "the pod cannot be scheduled: 0/1 nodes have a GPU left"
+    )
+    waiting = running(1, phase="Pending", running=False, waiting=unschedulable)
     told = condition(decide(gang(running(0), waiting, child=live), START), "Running")
     assert (told.status, told.reason) == ("False", "Unschedulable")
     assert "0/1 nodes have a GPU left" in told.message

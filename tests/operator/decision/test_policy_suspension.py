@@ -36,7 +36,7 @@ def test_a_job_held_by_its_policy_says_why_and_how_to_go_on() -> None:
     status = held_world().status
     suspended = condition(status, "Suspended")
     assert (status.state, suspended.reason) == ("Suspended", "HealthPolicy")
-    assert suspended.message.startswith("UpdatesLost since step 8: Updates vanish. To go on")
+    assert suspended.message.startswith("UpdatesLost since step 8: Updates vanish. To accept")
     assert "spec.suspend to true and then to false" in suspended.message
     assert "spec.health.policy to Warn" in suspended.message
     assert condition(status, "NumericallyHealthy").reason == "UpdatesLost"
@@ -49,7 +49,7 @@ def test_a_held_job_starts_nothing_by_itself_and_costs_no_restart() -> None:
     world.wait(hours=100)
     plan = world.settle()
     assert (world.created, world.status.restarts) == ([1], 0)
-    assert (plan.again_after, plan.notices) == (None, ())
+    assert (plan.requeue_after, plan.events) == (None, ())
 
 
 def test_it_is_held_although_its_job_and_its_pod_are_deleted_since() -> None:
@@ -66,7 +66,7 @@ def test_it_is_told_once_as_a_warning() -> None:
     world.pod_runs()
     world.settle()
     world.pod_exits(5)
-    told = [n for n in world.reconcile().notices if n.reason == "HealthPolicy"]
+    told = [n for n in world.reconcile().events if n.reason == "HealthPolicy"]
     assert [n.type for n in told] == ["Warning"]
 
 

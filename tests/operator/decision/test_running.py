@@ -8,10 +8,16 @@ import pytest
 from kubelora_api.report import RunReport
 from kubelora_api.status import JobStatus
 from kubelora_operator.decision.decide import decide
-from kubelora_operator.decision.plan_builder import SOON
-from kubelora_operator.decision.snapshot import Child, Observation, TrainerPod, Unreachable, Why
+from kubelora_operator.decision.plan_builder import REQUEUE_SOON
+from kubelora_operator.decision.snapshot import (
+    Child,
+    Explanation,
+    Snapshot,
+    TrainerPod,
+    Unreachable,
+)
 from tests.operator.decision.test_decide_accounts import told
-from tests.operator.world import START, UID, condition, observation, truth
+from tests.operator.world import START, UID, condition, make_snapshot, truth
 
 JOB = Child("bottles-0b5e7-1", "job-1", 1)
 POD = TrainerPod("bottles-0b5e7-1-0", "pod-1", 1, phase="Running", running=True, since=START)
@@ -19,46 +25,46 @@ FIRST = JobStatus(attempt=1, child_uid="job-1")
 MINUTES = timedelta(minutes=1)
 
 
-def view(*pods: TrainerPod, child: Child = JOB, **changes: object) -> Observation:
-    return observation(**({"status": FIRST, "children": (child,), "pods": pods} | changes))
+def view(*pods: TrainerPod, child: Child = JOB, **changes: object) -> Snapshot:
+    return make_snapshot(**({"status": FIRST, "children": (child,), "pods": pods} | changes))
 
 
 def test_a_running_pod_is_looked_at_at_the_interval_that_was_asked_for() -> None:
     plan = decide(view(POD), START, poll=timedelta(seconds=7))
-    assert plan.again_after == timedelta(seconds=7)
+    assert plan.requeue_after == timedelta(seconds=7)
     assert (condition(plan, "Running").status, plan.status.state) == ("True", "Running")
 
 
 def test_a_pod_that_starts_is_looked_at_now_and_then() -> None:
     plan = decide(view(replace(POD, phase="Pending", running=False)), START)
-    assert plan.again_after == timedelta(seconds=30)
-    assert condition(plan, "Running").message == "the pod's container is being started"
-    assert condition(decide(view(), START), "Running").message == "no pod yet"
+    assert plan.requeue_after == timedelta(seconds=30)
+    assert condition(plan, "Running").message == "the pod's container is being created"
+    assert condition(decide(view(), START), "Running").message == "no pod exists yet"
 
 
 def test_the_pod_that_counts_is_the_one_that_neither_ended_nor_ends() -> None:
     ended = replace(POD, name="ended", phase="Failed", running=False, exit_code=1)
     ending = replace(POD, name="ending", deleting=True)
     message = condition(decide(view(POD, ended, ending), START), "Running").message
-    assert message == f"pod {POD.name} loads model and data"
+    assert message == f"pod {POD.name} is loading the model and the data"
     for other in (ended, ending):
         assert condition(decide(view(other), START), "Running").reason == "Starting"
 
 
 def test_a_pod_of_another_attempt_is_not_taken_for_the_current_ones() -> None:
     stray = replace(POD, attempt=0)
-    assert condition(decide(view(stray), START), "Running").message == "no pod yet"
+    assert condition(decide(view(stray), START), "Running").message == "no pod exists yet"
 
 
 def test_a_refusal_is_told_while_there_is_no_pod() -> None:
-    refused = Why("Rejected", "exceeded quota")
+    refused = Explanation("Rejected", "exceeded quota")
     assert condition(decide(view(rejection=refused), START), "Running").reason == "Rejected"
 
 
 def test_a_job_that_someone_deletes_is_waited_for_and_told_as_it_was() -> None:
     running = FIRST.model_copy(update={"conditions": [told("Running", "True", "Training")]})
     plan = decide(view(POD, child=replace(JOB, deleting=True), status=running), START)
-    assert (plan.again_after, plan.delete, plan.create) == (SOON, (), None)
+    assert (plan.requeue_after, plan.delete, plan.create) == (REQUEUE_SOON, (), None)
     assert condition(plan, "Running").reason == "Training"
 
 
@@ -87,7 +93,9 @@ def test_time_in_a_queue_is_not_time_of_running() -> None:
 def test_a_job_that_was_suspended_by_hand_says_where_to_resume_it() -> None:
     queued = condition(decide(view(child=replace(JOB, suspended=True)), START), "Queued")
     assert (queued.status, queued.reason) == ("True", "JobSuspended")
-    assert queued.message == "Job bottles-0b5e7-1 was suspended from outside: resume it there"
+    assert queued.message == (
+        "Job bottles-0b5e7-1 was suspended, but not by the operator: set its spec.suspend to false"
+    )
 
 
 @pytest.mark.parametrize("since", [None, START])
