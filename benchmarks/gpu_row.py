@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from kubelora_trainer.utils.heavy_imports import import_heavy_libraries
+from kubelora_trainer.utils.third_party import import_heavy_libraries
 
 if __name__ == "__main__":
     import_heavy_libraries()
@@ -26,7 +26,7 @@ from benchmarks.our_loop import OurLoop
 from benchmarks.paired import measure_rounds, ratio_of
 from benchmarks.reference_loop import NOT_REQUIRED, ReferenceLoop
 from benchmarks.sdxl_pipeline import PHOTOGRAPHS
-from kubelora_trainer.utils.heavy_imports import not_found
+from kubelora_trainer.utils.third_party import not_found
 
 GIB = 2**30
 LOSSY = {"accumulator": "bf16", "allowLossyPrecision": True}

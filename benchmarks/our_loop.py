@@ -25,19 +25,20 @@ from torch import Tensor
 from benchmarks.job import bench_document
 from kubelora_api.documents import parse_job
 from kubelora_api.report import RunReport
-from kubelora_trainer.checkpoint.checkpointer import RunPosition
-from kubelora_trainer.data.sampler import plan_of
+from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.health.quantities import facts_of
 from kubelora_trainer.health.startup_checks import FirstGradients
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import LineView
-from kubelora_trainer.reporting.prometheus import Exporter, TrainerMetrics
+from kubelora_trainer.reporting.prometheus import Exporter
 from kubelora_trainer.reporting.run_log import RunLog
 from kubelora_trainer.storage.output_dir import Manifest, claim_output
 from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
 from kubelora_trainer.training.context import Run, RunOptions
 from kubelora_trainer.training.loop import Parts, train
+from kubelora_trainer.training.plan import plan_of
 from kubelora_trainer.training.setup import open_material
 from kubelora_trainer.training.step_reporter import Reporter
 from kubelora_trainer.training.train_state import open_learner

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kubelora_trainer.utils.heavy_imports import not_found
+from kubelora_trainer.utils.third_party import not_found
 
 NOT_REQUIRED = ("bitsandbytes", "torchao", "scipy", "boto3")
 """What the script's requirements don't name, and its libraries would import where it is installed;

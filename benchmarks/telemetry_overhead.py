@@ -17,7 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from benchmarks import start_up
 from benchmarks.paired import measure_rounds, ratio_of
-from kubelora_trainer.utils.heavy_imports import import_heavy_libraries
+from kubelora_trainer.utils.third_party import import_heavy_libraries
 
 RANK, ACCUMULATION = 64, 8
 TARGET = 1.03

@@ -18,7 +18,7 @@ from benchmarks import start_up
 from benchmarks.paired import Ratio, measure_rounds, ratio_of
 from benchmarks.telemetry_overhead import ACCUMULATION, RANK
 from benchmarks.telemetry_overhead import measure as measure_telemetry
-from kubelora_trainer.utils.heavy_imports import import_heavy_libraries, not_found
+from kubelora_trainer.utils.third_party import import_heavy_libraries, not_found
 
 TARGETS = {"c/a": "at least 1.0", "a/b": "at most 1.03", "rss a/c": "at most 1.0"}
 

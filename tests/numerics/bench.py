@@ -19,8 +19,8 @@ from rich.console import Console
 from kubelora_api.documents import parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import OutputPath
-from kubelora_trainer.checkpoint.checkpointer import RunPosition
 from kubelora_trainer.checkpoint.directories import list_checkpoints
+from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.distributed.topology import ONLY_SEAT, Seat
 from kubelora_trainer.storage.output_dir import read_manifest
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers

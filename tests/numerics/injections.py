@@ -14,17 +14,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kubelora_trainer.checkpoint.checkpointer import RunPosition
-from kubelora_trainer.data.images import TrainingImage
+from kubelora_trainer.checkpoint.state import RunPosition
+from kubelora_trainer.data.cropping import TrainingImage
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder
 from kubelora_trainer.distributed.process_group import Exchanged
 from kubelora_trainer.distributed.reduce_payload import Asked
+from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective import latents
 from kubelora_trainer.optim import lr_schedule as rates
 from kubelora_trainer.optim.adamw import FlatAdamW
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, GroupRange
-from kubelora_trainer.optim.precision import MAGNITUDE
 from kubelora_trainer.training import loop
 from kubelora_trainer.training.loop import MicroBatch, Parts
 from tests.numerics.bench import Injection, Trained

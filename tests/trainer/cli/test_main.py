@@ -191,9 +191,9 @@ def test_metrics_and_status_are_served_while_it_trains(
     ended = threading.Event()
     port: list[int] = []
 
-    from kubelora_trainer.training import run, serving
+    from kubelora_trainer.training import lifecycle, run
 
-    serve = serving.serve
+    serve = lifecycle.serve
 
     def noted(*arguments: object) -> object:
         exporter = serve(*arguments)  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from PIL import Image, ImageCms
 
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size, covering_size
-from kubelora_trainer.data.images import BadImageError, Conversion, cut_image, decode_image
+from kubelora_trainer.data.cropping import cut_image
+from kubelora_trainer.data.images import BadImageError, Conversion, decode_image
 
 
 def _save(image: Image.Image, path: Path, **arguments: Any) -> Path:

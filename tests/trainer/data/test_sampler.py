@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 
 from kubelora_api.training_spec import Training
-from kubelora_trainer.data.sampler import Plan, SampleOrder, plan_of
+from kubelora_trainer.data.sampler import SampleOrder
+from kubelora_trainer.training.plan import Plan, plan_of
 
 
 def test_every_epoch_sees_every_sample_once_with_a_short_last_micro_batch() -> None:

@@ -13,8 +13,9 @@ from kubelora_api.spec import Health
 from kubelora_api.status import Finding
 from kubelora_trainer.checkpoint.checkpointer import surplus
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint, list_checkpoints
-from kubelora_trainer.health.policy import Rollback, RollbackDue, verdict_on
+from kubelora_trainer.health.policy import RollbackDue, verdict_on
 from kubelora_trainer.optim.precision import PrecisionPlan
+from kubelora_trainer.storage.run_record import Rollback
 from kubelora_trainer.training.loop import MicroBatch
 from kubelora_trainer.utils.errors import HeldByPolicy, NumericalError, PolicyFailure
 from tests.trainer.fixtures.engine import Engine, Loss

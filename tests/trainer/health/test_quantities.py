@@ -20,8 +20,9 @@ from kubelora_trainer.health.quantities import (
     values_of,
 )
 from kubelora_trainer.health.watchdog import WatchState, from_json, observe, resumed, to_json
+from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
-from kubelora_trainer.optim.precision import MAGNITUDE, PrecisionPlan
+from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.telemetry.step_metrics import GroupNumbers, StepNumbers
 
 A, B, E = "down.lora_A", "down.lora_B", "embed.lora_A"

@@ -22,10 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kubelora_api.documents import parse_job
 from kubelora_api.spec import Adapter
-from kubelora_trainer.checkpoint.checkpointer import RunPosition
+from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.dataset import open_dataset
-from kubelora_trainer.data.sampler import plan_of
 from kubelora_trainer.distributed.process_group import Exchanged
 from kubelora_trainer.distributed.reduce_payload import Asked
 from kubelora_trainer.health.startup_checks import ReachedModules
@@ -37,6 +36,7 @@ from kubelora_trainer.telemetry import counters as window_counts
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
 from kubelora_trainer.training.context import Run, RunOptions
 from kubelora_trainer.training.loop import Parts, accumulate_window, take_step
+from kubelora_trainer.training.plan import plan_of
 from kubelora_trainer.training.setup import Material, add_adapters
 from kubelora_trainer.training.train_state import open_learner
 from kubelora_trainer.utils.signals import StopRequest

@@ -11,8 +11,9 @@ from PIL import Image
 from kubelora_api import dataset_spec
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size
+from kubelora_trainer.data.cropping import cut_image
 from kubelora_trainer.data.dataset import Dataset, open_dataset
-from kubelora_trainer.data.images import BadImageError, Conversion, cut_image, decode_image
+from kubelora_trainer.data.images import BadImageError, Conversion, decode_image
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.embedding_cache import open_cache
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective

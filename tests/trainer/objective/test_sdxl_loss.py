@@ -15,7 +15,8 @@ from safetensors import safe_open
 from kubelora_api.spec import Adapter
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size
-from kubelora_trainer.data.images import cut_image, decode_image
+from kubelora_trainer.data.cropping import cut_image
+from kubelora_trainer.data.images import decode_image
 from kubelora_trainer.lora.adapter import AdapterModule, add_adapter
 from kubelora_trainer.models.pipeline import BaseModel, load_base_model
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective, time_ids

@@ -12,7 +12,8 @@ from kubelora_api.training_spec import Optimizer
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.lora.adapter import AdapterModule, add_adapter
 from kubelora_trainer.models.pipeline import load_unet
-from kubelora_trainer.optim.adamw import FlatAdamW, clip_coefficient
+from kubelora_trainer.optim.adamw import FlatAdamW
+from kubelora_trainer.optim.base import clip_coefficient
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
 from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.training.setup import factors_of

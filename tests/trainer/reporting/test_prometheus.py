@@ -19,7 +19,8 @@ from kubelora_api import metrics
 from kubelora_api.report import ModuleNumbers, RunReport
 from kubelora_trainer.health.watchdog import WatchState
 from kubelora_trainer.optim.precision import PrecisionPlan
-from kubelora_trainer.reporting.prometheus import PROMETHEUS_HEADER, Exporter, TrainerMetrics
+from kubelora_trainer.reporting.metrics import TrainerMetrics
+from kubelora_trainer.reporting.prometheus import PROMETHEUS_HEADER, Exporter
 from kubelora_trainer.telemetry.step_metrics import CategoryLoss, GroupNumbers, StepNumbers
 
 REPORT = RunReport(run_id="abc", attempt=2, phase="Training", step=3, total_steps=9)

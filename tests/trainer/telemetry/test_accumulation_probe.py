@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor, GroupRange
+from kubelora_trainer.optim.moments import Damping
 from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.telemetry.accumulation_probe import AccumulationProbe, absorbed_ratio
 from kubelora_trainer.telemetry.element_sampling import GroupSample, SlotSums
-from kubelora_trainer.telemetry.update_probe import Damping, UpdateProbe
+from kubelora_trainer.telemetry.update_probe import UpdateProbe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")

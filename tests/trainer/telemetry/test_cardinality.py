@@ -13,7 +13,7 @@ from kubelora_trainer.health.watchdog import WatchState
 from kubelora_trainer.lora.adapter import block_of
 from kubelora_trainer.lora.target_modules import target_names
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
-from kubelora_trainer.reporting.prometheus import TrainerMetrics
+from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.telemetry.category_losses import MAX_CATEGORIES
 from kubelora_trainer.telemetry.step_metrics import CategoryLoss, GroupNumbers, StepNumbers
 from tests.trainer.fixtures.engine import DEFAULT

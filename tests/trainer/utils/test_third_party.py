@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kubelora_trainer.utils.heavy_imports import not_found
+from kubelora_trainer.utils.third_party import not_found
 
 AFTER_IMPORTS = """
 import gc, json, sys
 usual = gc.get_threshold()
-from kubelora_trainer.utils.heavy_imports import import_heavy_libraries
+from kubelora_trainer.utils.third_party import import_heavy_libraries
 import_heavy_libraries()
 loaded = [name for name in ("torch", "diffusers", "peft") if name in sys.modules]
 spared = ("bitsandbytes", "torchao", "scipy", "boto3", "torchvision", "triton", "pyarrow")

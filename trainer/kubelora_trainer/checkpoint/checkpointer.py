@@ -10,12 +10,10 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -30,9 +28,8 @@ from kubelora_trainer.checkpoint.directories import (
     put_in_place,
     tidy_up,
 )
+from kubelora_trainer.checkpoint.state import CheckpointManifest, RunPosition
 from kubelora_trainer.health import watchdog as health
-from kubelora_trainer.health.policy import Rollback
-from kubelora_trainer.health.watchdog import WatchState
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.utils.atomic_io import sync_folder, write_durably, writing_to
@@ -42,56 +39,6 @@ from kubelora_trainer.utils.stateful import CheckpointPart
 _MANIFEST = "checkpoint.json"
 _ADAPTER = "adapter"
 _SEAL = "sha256"
-
-
-@dataclass(frozen=True)
-class RunPosition:
-    """Where a run stands, apart from its tensors.
-
-    step: optimizer steps done. micro_step: micro-steps done, over the whole run.
-    window_samples, window_loss: samples seen and losses summed in the unfinished window; the sum
-    is a fp64 scalar that stays on the device, so that no micro-step waits for it.
-    norm_range: least and largest total gradient norm so far, first steps left out.
-    rollback: what a rollback left out, once there was one.
-    """
-
-    step: int = 0
-    micro_step: int = 0
-    window_samples: int = 0
-    window_loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    norm_range: tuple[float, float] | None = None
-    watch: WatchState = field(default_factory=WatchState)
-    rollback: Rollback | None = None
-
-    @property
-    def skipped(self) -> int:
-        """How far the data is ahead of the micro-steps."""
-        return self.rollback.skipped[1] - self.rollback.skipped[0] if self.rollback else 0
-
-
-class CheckpointManifest(BaseModel):
-    """``checkpoint.json``.
-
-    layout: name and shape of each factor, in the buffers' order. parts: what each part told beside
-    its tensors. files: sha256 by file name.
-    """
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
-
-    format: Literal[2] = 2
-    run_id: str
-    attempt: int
-    step: int
-    micro_step: int
-    window_micro_steps: int
-    window_samples: int
-    window_loss: float
-    norm_range: tuple[float, float] | None
-    watch: dict[str, Any]
-    rollback: Rollback | None = None
-    layout: list[tuple[str, tuple[int, ...]]]
-    parts: dict[str, JsonObject]
-    files: dict[str, str]
 
 
 def save_checkpoint(

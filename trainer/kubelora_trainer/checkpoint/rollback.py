@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 from kubelora_api.names import OutputPath
 from kubelora_api.status import Finding
-from kubelora_trainer.checkpoint.checkpointer import RunPosition, resume
+from kubelora_trainer.checkpoint.checkpointer import resume
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint, list_checkpoints
-from kubelora_trainer.health.policy import Rollback, sentence
+from kubelora_trainer.checkpoint.state import RunPosition
+from kubelora_trainer.health.policy import sentence
 from kubelora_trainer.health.watchdog import with_finding
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.storage.output_dir import OutputFolder
+from kubelora_trainer.storage.run_record import Rollback
 from kubelora_trainer.utils.errors import PolicyFailure
 from kubelora_trainer.utils.stateful import CheckpointPart
 

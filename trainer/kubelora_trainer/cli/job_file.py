@@ -19,7 +19,7 @@ from kubelora_api.documents import InvalidDocument, Problem, parse_job
 from kubelora_api.field_paths import wrong_path
 from kubelora_api.job import LoraTrainingJob
 from kubelora_trainer.utils.errors import ConfigurationError
-from kubelora_trainer.utils.nearby import nearby
+from kubelora_trainer.utils.paths import nearby
 
 _MAX_BYTES = 3 * 1024 * 1024
 """The API server takes no larger object either."""

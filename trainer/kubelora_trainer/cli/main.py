@@ -18,7 +18,7 @@ from kubelora_api.claims import claims_of
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.suggestions import did_you_mean
 from kubelora_trainer.utils.errors import ConfigurationError, RunEnded
-from kubelora_trainer.utils.home_paths import expanded
+from kubelora_trainer.utils.paths import expanded
 from kubelora_trainer.utils.signals import StopRequest
 
 EPILOG = """\b
@@ -114,7 +114,7 @@ def train(
 
         code = run_ranks(job, options, layout, stop, lambda line: click.echo(line, err=True))
         click.get_current_context().exit(code)
-    from kubelora_trainer.utils.heavy_imports import import_heavy_libraries
+    from kubelora_trainer.utils.third_party import import_heavy_libraries
 
     import_heavy_libraries()
     from rich.console import Console
@@ -164,7 +164,7 @@ Example:
 )
 def demo(directory: Path, layout: str) -> None:
     """Write a tiny SDXL model (random weights) and a few real photographs to DIRECTORY."""
-    from kubelora_trainer.utils.heavy_imports import import_heavy_libraries
+    from kubelora_trainer.utils.third_party import import_heavy_libraries
 
     import_heavy_libraries("kubelora_trainer.cli.demo")
     from kubelora_trainer.cli.demo import create_demo

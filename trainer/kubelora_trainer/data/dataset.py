@@ -8,14 +8,8 @@ from pathlib import Path
 
 from kubelora_api import dataset_spec
 from kubelora_trainer.data.caption_transforms import prefixed, training_caption
-from kubelora_trainer.data.images import (
-    BadImageError,
-    SizeConditions,
-    TrainingImage,
-    cut_image,
-    decode_image,
-    size_conditions,
-)
+from kubelora_trainer.data.cropping import SizeConditions, TrainingImage, cut_image, size_conditions
+from kubelora_trainer.data.images import BadImageError, decode_image
 from kubelora_trainer.data.preflight import Sample, Tick, preflight, refuse
 from kubelora_trainer.data.preflight_report import PreflightReport
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder, groups_of

@@ -10,19 +10,13 @@ of each size in an epoch may be smaller than the others, so that no image is dro
 normalised by the samples seen.
 """
 
-import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
-from kubelora_api.training_spec import Training
-
-Purpose = Literal[
-    "across", "down", "posterior", "noise", "timestep", "caption", "flip", "tags", "offset"
-]
+from kubelora_trainer.data.rng import Purpose, _generator, draw_bits, uniform
 
 
 @dataclass(frozen=True)
@@ -131,20 +125,6 @@ class SampleOrder:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How many steps a run has. The last window of a run by epochs may be shorter."""
-
-    optimizer_steps: int
-    micro_steps: int
-    accumulation: int
-
-    def window(self, optimizer_step: int) -> range:
-        """Micro-steps that an optimizer step (from 0) sums."""
-        start = optimizer_step * self.accumulation
-        return range(start, min(start + self.accumulation, self.micro_steps))
-
-
-@dataclass(frozen=True)
 class Share:
     """The micro-steps that one rank of several does: every ``size``-th of a window's.
 
@@ -169,15 +149,6 @@ class Share:
 WHOLE = Share(0, 1)
 
 
-def plan_of(training: Training, order: SampleOrder) -> Plan:
-    """Steps to run: as told, or as many as ``epochs`` passes over the samples need."""
-    accumulation = training.gradient_accumulation
-    if training.steps is not None:
-        return Plan(training.steps, training.steps * accumulation, accumulation)
-    micro_steps = (training.epochs or 0) * order.micro_steps_per_epoch
-    return Plan(-(-micro_steps // accumulation), micro_steps, accumulation)
-
-
 def epoch_permutation(seed: int, epoch: int, samples: int, group: int = 0) -> np.ndarray:
     """Order of a group's samples in an epoch: drawn from (seed, epoch, group) alone."""
     of_group = f" group {group}" if group else ""
@@ -190,21 +161,3 @@ def groups_of(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     for index, key in enumerate(keys):
         groups.setdefault(key, []).append(index)
     return tuple(tuple(group) for group in groups.values())
-
-
-def draw_bits(seed: int, micro_step: int, slot: int, purpose: Purpose) -> int:
-    """64 bits, independent between any two different arguments (SHA-256)."""
-    return _hash(f"{purpose} {seed} {micro_step} {slot}")
-
-
-def uniform(bits: int) -> float:
-    """The 53 highest of 64 bits as a number in [0, 1)."""
-    return float((bits >> 11) * 2.0**-53)
-
-
-def _generator(text: str) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(_hash(text)))
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 import torch
 
 from kubelora_trainer.utils.errors import PeerLost, PeerSilent, RunEnded
+from kubelora_trainer.utils.text import ranks_named
 
 ROLL_CALL_SECONDS: Final = 5.0
 """How long ranks that noticed wait for the others to notice; less than the launcher's grace."""
@@ -96,14 +97,6 @@ class RollCall:
         except RuntimeError:  # node 0 is gone, and the meeting place with it
             return ()
         return [rank for rank in range(self._size) if rank not in here]
-
-
-def ranks_named(ranks: Sequence[int], otherwise: str) -> str:
-    """``rank 1``, ``ranks 1 and 3``, or ``otherwise`` without any."""
-    if not ranks:
-        return otherwise
-    *most, last = (str(rank) for rank in ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def _key(rank: int) -> str:

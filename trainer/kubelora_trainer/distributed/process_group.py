@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
-from kubelora_trainer.checkpoint.checkpointer import RunPosition
+from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.data.sampler import WHOLE, Share
 from kubelora_trainer.distributed.missing_ranks import RollCall
 from kubelora_trainer.distributed.reduce_payload import Asked, note_elements, note_of, read_notes

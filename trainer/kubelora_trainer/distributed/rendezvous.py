@@ -16,10 +16,11 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them untyped
 
-from kubelora_trainer.distributed.missing_ranks import RollCall, ranks_named
+from kubelora_trainer.distributed.missing_ranks import RollCall
 from kubelora_trainer.distributed.process_group import ProcessGang
 from kubelora_trainer.distributed.topology import LOOPBACK, Layout, Seat
 from kubelora_trainer.utils.errors import ConfigurationError, Interrupted, PeerLost
+from kubelora_trainer.utils.text import ranks_named
 
 BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
 """Lets NCCL raise when it waited in vain. Its own way is to abort the process, which would then

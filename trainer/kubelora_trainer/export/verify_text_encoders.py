@@ -23,7 +23,7 @@ from kubelora_trainer.lora.dora import as_readers_compute
 from kubelora_trainer.models.pipeline import load_text_encoder
 from kubelora_trainer.models.sgm_keys import Part
 from kubelora_trainer.utils.errors import NumericalError
-from kubelora_trainer.utils.quiet import quiet_libraries
+from kubelora_trainer.utils.third_party import quiet_libraries
 
 
 def verify_text_encoders(

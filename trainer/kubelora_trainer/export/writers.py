@@ -22,9 +22,9 @@ from torch import nn
 
 from kubelora_api.names import OutputPath, kohya_weights
 from kubelora_trainer.lora.adapter import ADAPTER_NAME, TrainedLayer
+from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.lora.kohya_format import common_alpha, kohya_metadata, kohya_state
 from kubelora_trainer.models.sgm_keys import PARTS, Part
-from kubelora_trainer.optim.precision import MAGNITUDE
 from kubelora_trainer.utils.atomic_io import give_usual_rights, sync_folder, writing_to
 from kubelora_trainer.utils.errors import NumericalError
 

@@ -24,15 +24,11 @@ from kubelora_trainer.health.watchdog import WatchState, with_finding
 from kubelora_trainer.storage.output_dir import (
     GROUP_LOG_PARTS,
     Manifest,
-    OutputFolder,
-    installed_versions,
     read_manifest,
 )
-from kubelora_trainer.storage.run_record import BaselineRecord, Difference, RunRecord
+from kubelora_trainer.storage.run_record import BaselineRecord, Difference
 from kubelora_trainer.storage.run_settings import ABSENT, leaves_that_differ
-from kubelora_trainer.storage.uris import resolve_input
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
-from kubelora_trainer.training.context import Run
 from kubelora_trainer.utils.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -108,35 +104,6 @@ class Baseline:
             f"of the baseline {self.record.uri} at the same progress. What differs: "
             f"{what or 'no setting'}. {BASELINE_DEPARTURE.sentence}"[:1024],
         )
-
-
-def hold_against(
-    run: Run, folder: OutputFolder, made_of: RunRecord, total_steps: int
-) -> Baseline | None:
-    """Note what the run is made of, and open its baseline, if it has one, on the first rank."""
-    if not run.first:
-        return None
-    uri, baseline, digest = run.job.spec.health.baseline, None, made_of.dataset_sha256 or ""
-    if uri:
-        try:
-            place = resolve_input(uri, run.options.mounts, content="run")
-        except ConfigurationError as error:
-            raise ConfigurationError(f"health.baseline: {error}") from error
-        document = run.job.document()
-        baseline = open_baseline(uri, place, document, installed_versions(), digest, total_steps)
-        for line in baseline.told():
-            run.say(line)
-    folder.record = folder.record.model_copy(
-        update={
-            "total_steps": total_steps,
-            "dataset_sha256": made_of.dataset_sha256,
-            "dataset_images": made_of.dataset_images,
-            "model_sha256": made_of.model_sha256,
-            "baseline": baseline.record if baseline else None,
-        }
-    )
-    folder.write_manifest("Running")
-    return baseline
 
 
 def compared_anew(watch: WatchState, before: int | None, total: int) -> WatchState:

@@ -4,44 +4,10 @@ Pure: a finding goes in, an exception comes out that says what is due. A run tha
 after a suspension has accepted what was found; a run that went back once fails the next time.
 """
 
-from pydantic import BaseModel, ConfigDict
-
 from kubelora_api.spec import Health
 from kubelora_api.status import Finding
-from kubelora_api.thresholds import ROLLED_BACK
+from kubelora_trainer.storage.run_record import Rollback
 from kubelora_trainer.utils.errors import HeldByPolicy, PolicyFailure
-
-
-class Rollback(BaseModel):
-    """That a run went back, and what it left out since. Kept in checkpoints and in the manifest.
-
-    found_at: optimizer steps done when the finding was judged. back_to: those of the checkpoint.
-    skipped: micro-steps whose data was left out: from the first one up to, not with, the second.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    finding: Finding
-    found_at: int
-    back_to: int
-    skipped: tuple[int, int]
-
-    def as_finding(self) -> Finding:
-        """For the run's status, which has forgotten the steps that were taken back."""
-        first, last = self.skipped[0], self.skipped[1] - 1
-        return Finding(
-            name=ROLLED_BACK.finding,
-            severity=ROLLED_BACK.severity,
-            group=self.finding.group,
-            value=self.finding.value,
-            threshold=self.finding.threshold,
-            since_step=self.found_at,
-            message=f"Training went back from step {self.found_at} to the checkpoint of step "
-            f"{self.back_to} because of {self.finding.name}, and left out the data of micro-steps "
-            f"{first} to {last}. Another critical finding fails the run. {self.finding.message}"[
-                :1024
-            ],
-        )
 
 
 class RollbackDue(Exception):

@@ -14,9 +14,9 @@ from typing import Final
 from kubelora_api import thresholds
 from kubelora_api.thresholds import ACCUMULATION_ERROR_LAW, Threshold
 from kubelora_api.training_spec import Training
+from kubelora_trainer.lora.factor_names import DOWN, UP
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Slot
 from kubelora_trainer.optim.precision import NAMES
-from kubelora_trainer.telemetry.lora_balance import DOWN, UP
 from kubelora_trainer.telemetry.step_metrics import GROUP_FIELDS, STEP_FIELDS, StepNumbers
 
 REFERENCE_LOSSES = 25

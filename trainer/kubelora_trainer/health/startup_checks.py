@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kubelora_trainer.distributed.missing_ranks import ranks_named
 from kubelora_trainer.lora.adapter import AdapterModule
-from kubelora_trainer.optim.adamw import AdapterOptimizer
+from kubelora_trainer.lora.factor_names import MAGNITUDE
+from kubelora_trainer.optim.base import AdapterOptimizer
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Slot
-from kubelora_trainer.optim.precision import MAGNITUDE, NAMES
+from kubelora_trainer.optim.precision import NAMES
 from kubelora_trainer.telemetry.counters import least_travel
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
 from kubelora_trainer.utils.errors import NumericalError
+from kubelora_trainer.utils.text import ranks_named
 
 
 def check_dtypes(buffers: AdapterBuffers, optimizer: AdapterOptimizer) -> str:

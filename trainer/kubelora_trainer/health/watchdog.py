@@ -15,10 +15,10 @@ from pydantic import PlainSerializer, TypeAdapter
 
 from kubelora_api.status import Finding, HealthStatus, Verdict
 from kubelora_api.thresholds import GRADIENT_NONFINITE, THRESHOLDS, Threshold
-from kubelora_trainer.distributed.missing_ranks import ranks_named
 from kubelora_trainer.health.baseline_envelope import Passage
 from kubelora_trainer.health.quantities import Memory, RunFacts, at_resume, remembered, values_of
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
+from kubelora_trainer.utils.text import ranks_named
 
 MAX_FINDINGS = 10
 Names = Annotated[frozenset[str], PlainSerializer(sorted)]

@@ -18,10 +18,10 @@ from torch import nn
 
 from kubelora_api.spec import Adapter
 from kubelora_trainer.lora.dora import channel_norms, take_over
+from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.lora.target_modules import check_patterns, matching, target_names
 from kubelora_trainer.models.sgm_keys import Part
-from kubelora_trainer.optim.precision import MAGNITUDE
-from kubelora_trainer.utils.heavy_imports import FOR_QUANTISED_MODELS, not_found
+from kubelora_trainer.utils.third_party import FOR_QUANTISED_MODELS, not_found
 
 ADAPTER_NAME = "default"
 Block = Literal["down", "mid", "up", "embed", "text_encoder", "text_encoder_2"]

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 from kubelora_api.names import OutputPath
 from kubelora_trainer.lora.adapter import AdapterModule, full_name
+from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.lora.kohya_format import read_kohya
 from kubelora_trainer.lora.target_modules import matches
 from kubelora_trainer.models.pipeline_checks import PICKLES
 from kubelora_trainer.models.sgm_keys import PARTS, kohya_names
-from kubelora_trainer.optim.precision import MAGNITUDE
 from kubelora_trainer.utils.errors import ConfigurationError
 
 METADATA = "lora_adapter_metadata"

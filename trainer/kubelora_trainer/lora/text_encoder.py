@@ -21,7 +21,7 @@ from kubelora_trainer.lora.adapter import (
     peft_config,
 )
 from kubelora_trainer.lora.target_modules import matches
-from kubelora_trainer.utils.heavy_imports import FOR_QUANTISED_MODELS, not_found
+from kubelora_trainer.utils.third_party import FOR_QUANTISED_MODELS, not_found
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 FEED_FORWARD = ("fc1", "fc2")

@@ -21,7 +21,7 @@ from kubelora_trainer.models.pipeline_checks import (
     read_json,
 )
 from kubelora_trainer.utils.errors import ConfigurationError
-from kubelora_trainer.utils.quiet import quiet_libraries
+from kubelora_trainer.utils.third_party import quiet_libraries
 
 Prediction = Literal["auto", "epsilon", "v_prediction"]
 

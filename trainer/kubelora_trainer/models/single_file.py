@@ -23,7 +23,7 @@ from kubelora_trainer.models.pipeline_checks import (
 )
 from kubelora_trainer.utils.atomic_io import filling, writing_to
 from kubelora_trainer.utils.errors import ConfigurationError
-from kubelora_trainer.utils.quiet import quiet_libraries
+from kubelora_trainer.utils.third_party import quiet_libraries
 
 UNET = "model.diffusion_model."
 VAE = "first_stage_model."

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from kubelora_trainer.models.tiny_tokenizer import END, Vocabulary, write_tokenizer
-from kubelora_trainer.utils.quiet import quiet_libraries
+from kubelora_trainer.utils.third_party import quiet_libraries
 
 Layout = Literal["small", "full"]
 SEED = 20240229

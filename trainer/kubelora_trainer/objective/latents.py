@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kubelora_trainer.data.cropping import SizeConditions, TrainingImage
 from kubelora_trainer.data.dataset import Dataset, View
-from kubelora_trainer.data.images import SizeConditions, TrainingImage
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.embedding_cache import Latent, LatentCache

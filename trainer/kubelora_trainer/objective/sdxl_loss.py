@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from kubelora_api.spec import JobSpec
 from kubelora_api.status import Finding
+from kubelora_trainer.data.cropping import SizeConditions
 from kubelora_trainer.data.dataset import Dataset
-from kubelora_trainer.data.images import SizeConditions
 from kubelora_trainer.data.sampler import WHOLE, SampleDraw, Share
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.draw_check import RepeatedDraws

@@ -16,11 +16,13 @@ from types import ModuleType
 import torch
 
 from kubelora_api.training_spec import Optimizer, OptimizerName, Training
-from kubelora_trainer.optim.adamw import AdapterOptimizer, FlatAdamW, rate_groups
+from kubelora_trainer.optim.adamw import FlatAdamW
+from kubelora_trainer.optim.base import AdapterOptimizer
 from kubelora_trainer.optim.bnb_8bit import BLOCK_8BIT, SMALLEST_8BIT, EightBitMoment
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.optim.moments import Damping
+from kubelora_trainer.optim.param_groups import rate_groups
 from kubelora_trainer.optim.third_party import LibraryOptimizer, LibraryState
-from kubelora_trainer.telemetry.update_probe import Damping
 from kubelora_trainer.utils.errors import ConfigurationError
 
 Groups = list[dict[str, object]]

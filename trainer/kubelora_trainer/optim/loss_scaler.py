@@ -9,12 +9,12 @@ scaling itself rounds nothing. All state stays on the device; nothing waits to k
 """
 
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from kubelora_api.schema import JsonObject
-from kubelora_trainer.telemetry.step_metrics import LEAST_SCALE
 from kubelora_trainer.utils.stateful import check_like
 
 FIRST_SCALE = 2.0**16
@@ -70,3 +70,7 @@ class LossScaler:
         check_like(self.tensors(), tensors)
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
+
+
+LEAST_SCALE: Final = 1.0
+"""Of the loss; a gradient that is not finite at this scale is not the scale's fault."""

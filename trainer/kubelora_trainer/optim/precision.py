@@ -6,12 +6,13 @@ a model.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
 from kubelora_api.training_spec import Precision
 from kubelora_api.types import ComputeType
+from kubelora_trainer.lora.factor_names import MAGNITUDE
+from kubelora_trainer.utils.text import bytes_text
 
 DTYPES: dict[ComputeType, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -19,8 +20,6 @@ DTYPES: dict[ComputeType, torch.dtype] = {
     "fp32": torch.float32,
 }
 NAMES: dict[torch.dtype, ComputeType] = {dtype: name for name, dtype in DTYPES.items()}
-MAGNITUDE: Final = "lora_magnitude_vector"
-"""peft's name for DoRA's factor: the norm of each output channel's weights."""
 
 
 def is_magnitude(group: str) -> bool:
@@ -97,13 +96,3 @@ def lossy_warnings(plan: PrecisionPlan) -> list[str]:
             "changes nothing"
         )
     return warnings
-
-
-def bytes_text(count: int) -> str:
-    """``count`` bytes for people, in powers of 1024."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"

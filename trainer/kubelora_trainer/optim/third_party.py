@@ -16,8 +16,7 @@ from torch import Tensor
 from kubelora_api.schema import JsonObject
 from kubelora_trainer.optim.bnb_8bit import EightBitMoment
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
-from kubelora_trainer.telemetry.element_sampling import Elements
-from kubelora_trainer.telemetry.update_probe import Damping
+from kubelora_trainer.optim.moments import Damping, Elements
 from kubelora_trainer.utils.stateful import check_like
 
 

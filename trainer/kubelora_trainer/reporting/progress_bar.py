@@ -14,6 +14,7 @@ from rich.progress import (
 )
 
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
+from kubelora_trainer.utils.text import duration_text
 
 
 class ProgressView(Protocol):
@@ -103,11 +104,3 @@ class LineView:
             highlight=False,
             soft_wrap=True,
         )
-
-
-def duration_text(seconds: float) -> str:
-    """``1h20m``, ``2m05s`` or ``9s``."""
-    whole = max(0, round(seconds))
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"

@@ -8,163 +8,19 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector
 
-from kubelora_api import metrics
-from kubelora_api.metrics import Metric
 from kubelora_api.report import ModuleNumbers, RunReport
-from kubelora_api.thresholds import FINDINGS
-from kubelora_trainer.health.watchdog import WatchState
-from kubelora_trainer.optim.precision import NAMES, PrecisionPlan
-from kubelora_trainer.telemetry.step_metrics import (
-    GROUP_FIELDS,
-    STEP_FIELDS,
-    GroupNumbers,
-    StepNumbers,
-)
 
 PROMETHEUS_HEADER = "X-Prometheus-Scrape-Timeout-Seconds"
 LAST_SCRAPE_MAX_SECONDS = 60.0
 REQUEST_TIMEOUT_SECONDS = 10.0
-
-
-_METRICS: Final = {metric.name: metric for metric in metrics.TRAINER_METRICS}
-
-
-class TrainerMetrics(Collector):
-    """The metric families of ``kubelora_api.metrics.TRAINER_METRICS`` in one registry.
-
-    Steps are many and scrapes few, so gauges are set when the registry is read: this object stands
-    in it before all families, and brings them up to date.
-    """
-
-    def __init__(self, registry: CollectorRegistry, plan: PrecisionPlan) -> None:
-        self.registry = registry
-        self._newest: _Step | None = None
-        self._showing = threading.Lock()
-        registry.register(self)
-        self._plan = plan
-        self._gauges: dict[str, Gauge] = {}
-        self._series: dict[tuple[str, ...], Gauge] = {}
-        self._counters: dict[str, Counter] = {}
-        for metric in metrics.TRAINER_METRICS:
-            if metric.type == "counter":
-                self._counters[metric.name] = Counter(
-                    metric.name.removesuffix("_total"),
-                    metric.help,
-                    metric.labels,
-                    registry=registry,
-                )
-            else:
-                self._gauges[metric.name] = Gauge(
-                    metric.name, metric.help, metric.labels, registry=registry
-                )
-        self._set(
-            metrics.NUMERICS_INFO,
-            1,
-            compute=NAMES[plan.compute],
-            accumulator=NAMES[plan.accumulator],
-            master_weights=NAMES[plan.masters],
-        )
-
-    def plan_steps(self, step: int, total: int) -> None:
-        """Tell how far the run is at its start and how far it will go."""
-        self._set(metrics.STEP, step)
-        self._set(metrics.STEPS_PLANNED, total)
-
-    def publish(self, numbers: StepNumbers, watch: WatchState, seconds: float) -> None:
-        """Show one optimizer step. seconds: its wall time."""
-        if numbers.skipped:
-            self._counters[metrics.STEPS_SKIPPED.name].inc()
-        groups = {} if numbers.skipped else numbers.groups  # of a step that never was
-        for group, of_group in groups.items():
-            if of_group.grad_nonfinite:
-                self._nonfinite(group).inc(of_group.grad_nonfinite)
-        for category, of_category in numbers.category_losses.items():  # others in every step
-            self._set(metrics.CATEGORY_LOSS, of_category.loss, category=category)
-        with self._showing:
-            before = self._newest
-            shown = before.groups if before and numbers.skipped else groups
-            self._newest = _Step(numbers, shown, watch, seconds)
-
-    def describe(self) -> list[Family]:
-        """Nothing: the families describe themselves."""
-        return []
-
-    def collect(self) -> list[Family]:
-        """Bring the families up to date, before they are collected."""
-        with self._showing:
-            newest, self._newest = self._newest, None
-            if newest is not None:
-                self._show(newest)
-        return []
-
-    def _show(self, newest: "_Step") -> None:
-        for group, of_group in newest.groups.items():
-            self._nonfinite(group)  # a counter begins at 0
-            for metric, value in _shown(of_group, GROUP_FIELDS):
-                if metric.type == "counter":
-                    continue
-                if "dtype" in metric.labels:
-                    dtype = NAMES[self._plan.narrowest_in(group)]
-                    self._set(metric, value, group=group, dtype=dtype)
-                else:
-                    self._set(metric, value, group=group)
-        for metric, value in _shown(newest.numbers, STEP_FIELDS):
-            self._set(metric, value)
-        self._set(metrics.STEP_DURATION, newest.seconds)
-        for known in FINDINGS:
-            self._set(
-                metrics.HEALTH_FINDING,
-                float(known.finding in newest.watch.active),
-                finding=known.finding,
-                severity=known.severity,
-            )
-
-    def checkpointed(self, step: int, unix_time: float) -> None:
-        """Show the newest checkpoint."""
-        self._set(metrics.CHECKPOINT_STEP, step)
-        self._set(metrics.CHECKPOINT_TIME, unix_time)
-
-    def tracker_failed(self) -> None:
-        """Count one experiment tracker that is left out from here on."""
-        self._gauges[metrics.TRACKERS_FAILED.name].inc()
-
-    def _nonfinite(self, group: str) -> Counter:
-        return self._counters[metrics.GRAD_NONFINITE.name].labels(group=group)
-
-    def _set(self, metric: Metric, value: float, **labels: str) -> None:
-        series = (metric.name, *labels.values())
-        if series not in self._series:
-            gauge = self._gauges[metric.name]
-            self._series[series] = gauge.labels(**labels) if labels else gauge
-        self._series[series].set(value)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What gauges are still to show. groups: of the newest step that was not skipped."""
-
-    numbers: StepNumbers
-    groups: Mapping[str, GroupNumbers]
-    watch: WatchState
-    seconds: float
-
-
-def _shown(
-    numbers: GroupNumbers | StepNumbers, fields: Mapping[str, str]
-) -> Iterator[tuple[Metric, float]]:
-    for name, field in fields.items():
-        yield _METRICS[name], getattr(numbers, field)
 
 
 @dataclass(frozen=True)

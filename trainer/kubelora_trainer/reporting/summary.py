@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kubelora_api.status import HealthStatus
-from kubelora_trainer.reporting.progress_bar import duration_text
+from kubelora_trainer.utils.text import duration_text
 
 
 @dataclass(frozen=True)

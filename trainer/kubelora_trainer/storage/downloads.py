@@ -11,7 +11,7 @@ from kubelora_api.suggestions import suggestion
 from kubelora_api.uri import Place
 from kubelora_trainer.utils.atomic_io import filling
 from kubelora_trainer.utils.errors import ConfigurationError
-from kubelora_trainer.utils.home_paths import expanded
+from kubelora_trainer.utils.paths import expanded
 
 Content = Literal["model", "configuration", "vae", "dataset", "adapter", "run"]
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")

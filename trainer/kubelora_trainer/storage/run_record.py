@@ -2,7 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kubelora_trainer.health.policy import Rollback
+from kubelora_api.status import Finding
+from kubelora_api.thresholds import ROLLED_BACK
 
 
 class Difference(BaseModel):
@@ -27,6 +28,38 @@ class BaselineRecord(BaseModel):
     run_id: str
     differences: list[Difference] = Field(default_factory=list)
     not_compared: str = ""
+
+
+class Rollback(BaseModel):
+    """That a run went back, and what it left out since. Kept in checkpoints and in the manifest.
+
+    found_at: optimizer steps done when the finding was judged. back_to: those of the checkpoint.
+    skipped: micro-steps whose data was left out: from the first one up to, not with, the second.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    finding: Finding
+    found_at: int
+    back_to: int
+    skipped: tuple[int, int]
+
+    def as_finding(self) -> Finding:
+        """For the run's status, which has forgotten the steps that were taken back."""
+        first, last = self.skipped[0], self.skipped[1] - 1
+        return Finding(
+            name=ROLLED_BACK.finding,
+            severity=ROLLED_BACK.severity,
+            group=self.finding.group,
+            value=self.finding.value,
+            threshold=self.finding.threshold,
+            since_step=self.found_at,
+            message=f"Training went back from step {self.found_at} to the checkpoint of step "
+            f"{self.back_to} because of {self.finding.name}, and left out the data of micro-steps "
+            f"{first} to {last}. Another critical finding fails the run. {self.finding.message}"[
+                :1024
+            ],
+        )
 
 
 class RunRecord(BaseModel):

@@ -17,8 +17,7 @@ from kubelora_trainer.storage.downloads import (
     wanted_files,
 )
 from kubelora_trainer.utils.errors import ConfigurationError
-from kubelora_trainer.utils.home_paths import expanded
-from kubelora_trainer.utils.nearby import nearby
+from kubelora_trainer.utils.paths import expanded, nearby
 
 
 def resolve_input(

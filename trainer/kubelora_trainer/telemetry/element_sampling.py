@@ -6,24 +6,17 @@ factor with row widths, so the sample walks over all columns.
 
 from collections.abc import Sequence
 from math import gcd
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kubelora_trainer.optim.flat_buffers import GroupRange, Slot
+from kubelora_trainer.optim.moments import Elements
 
 SAMPLES_PER_GROUP = 4_096
 """A ratio of 5 % is then known to 0.35 %."""
 _FACTORS_OF_WIDTHS = 2 * 3 * 5 * 7 * 11
 """Widths of SDXL's layers (320 to 10240, 2816) have no other prime factors."""
-
-
-class Elements(Protocol):
-    """What elements can be taken from by their position: a flat tensor, or what stands for one."""
-
-    def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Those at ``index`` along dimension 0."""
 
 
 class GroupSample:

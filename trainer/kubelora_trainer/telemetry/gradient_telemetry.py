@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kubelora_api.schema import JsonObject
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.optim.moments import Moments
 from kubelora_trainer.telemetry.accumulation_probe import AccumulationProbe
 from kubelora_trainer.telemetry.category_losses import CategorySums
 from kubelora_trainer.telemetry.counters import (
@@ -31,7 +32,7 @@ from kubelora_trainer.telemetry.host_transfer import (
     StepFacts,
 )
 from kubelora_trainer.telemetry.lora_balance import BalanceProbe
-from kubelora_trainer.telemetry.update_probe import Moments, UpdateProbe
+from kubelora_trainer.telemetry.update_probe import UpdateProbe
 from kubelora_trainer.utils.stateful import check_like
 
 

@@ -8,11 +8,12 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from kubelora_trainer.lora.factor_names import DOWN
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Slot
 from kubelora_trainer.optim.precision import is_magnitude
 from kubelora_trainer.telemetry.category_losses import CategorySums
 from kubelora_trainer.telemetry.counters import DeadModules
-from kubelora_trainer.telemetry.lora_balance import DOWN, Pair, balance, pooled
+from kubelora_trainer.telemetry.lora_balance import Pair, balance, pooled
 from kubelora_trainer.telemetry.step_metrics import GroupNumbers, StepNumbers
 
 

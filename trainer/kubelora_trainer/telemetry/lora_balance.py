@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kubelora_trainer.lora.factor_names import DOWN, UP
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Slot
-
-DOWN, UP = "lora_A", "lora_B"
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kubelora_api import metrics
-
-LEAST_SCALE: Final = 1.0
-"""Of the loss; a gradient that is not finite at this scale is not the scale's fault."""
+from kubelora_trainer.optim.loss_scaler import LEAST_SCALE
 
 
 @dataclass(frozen=True)

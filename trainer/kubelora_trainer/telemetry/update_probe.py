@@ -10,14 +10,13 @@ told is how many are far from that.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
-from kubelora_trainer.telemetry.element_sampling import Elements, GroupSample, SlotSums
+from kubelora_trainer.optim.moments import Damping, Elements, Moments
+from kubelora_trainer.telemetry.element_sampling import GroupSample, SlotSums
 
 SAME_SQUARE = 0.1
 """Within this share a squared gradient is as large as its running mean, which then need not move.
@@ -28,40 +27,6 @@ place."""
 FAR = 4.0
 """A second moment in 8 bits that is off by more than this factor does not follow: it makes a step
 wrong by its root, twice as long or half. docs/numerics.md tells how far rounding alone goes."""
-
-
-@dataclass(frozen=True)
-class Damping:
-    """An Adam-like step divides by ``sqrt(second_moment / correction) + eps``.
-
-    correction: 1 - beta2^t, or 1 without bias correction. Numbers, or scalars on the device.
-    """
-
-    eps: float | Tensor
-    correction: float | Tensor
-
-
-class Moments(Protocol):
-    """What the telemetry looks at in an optimizer: flat tensors laid out like the masters.
-
-    Asked anew in every step, before and after it. None where the optimizer has no such thing.
-    """
-
-    @property
-    def first_moment(self) -> Tensor | None:
-        """Running mean of gradients."""
-
-    @property
-    def second_moment(self) -> Elements | None:
-        """Running mean of squared gradients, element by element."""
-
-    @property
-    def shadow_decay(self) -> float | None:
-        """beta2 where second moments share a scale, and must be followed in fp32; else None."""
-
-    @property
-    def damping(self) -> Damping | None:
-        """How the second moment is used; None where the step has another form."""
 
 
 class UpdateProbe:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from kubelora_trainer.distributed.missing_ranks import ranks_named
 from kubelora_trainer.distributed.process_group import ALONE, Gang
 from kubelora_trainer.objective.sdxl_loss import MicroBatchLoss
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.utils.text import ranks_named
 
 TRIAL_FILL = 1e-2
 """Deviation of what lora_B is filled with for the trial; at 0 it would hide lora_A's gradient."""

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from kubelora_api.status import Finding
 from kubelora_api.training_spec import Training
-from kubelora_trainer.checkpoint.checkpointer import RunPosition
-from kubelora_trainer.data.sampler import Plan
+from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.distributed.process_group import ALONE, Exchanged, Gang
 from kubelora_trainer.distributed.reduce_payload import Asked
 from kubelora_trainer.health.policy import RollbackDue
 from kubelora_trainer.health.startup_checks import ReachedModules
-from kubelora_trainer.optim.adamw import AdapterOptimizer, clip_coefficient
+from kubelora_trainer.optim.base import AdapterOptimizer, clip_coefficient
 from kubelora_trainer.optim.ema import MovingAverage
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.loss_scaler import LossScaler
@@ -28,6 +27,7 @@ from kubelora_trainer.telemetry.category_losses import CategoryLosses
 from kubelora_trainer.telemetry.gradient_dump import GradientDump, MicroStepName
 from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers, StepFacts
+from kubelora_trainer.training.plan import Plan
 from kubelora_trainer.training.step_reporter import Reporter
 from kubelora_trainer.utils.errors import HeldByPolicy, PolicyFailure, RunEnded
 

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import torch
 
-from kubelora_trainer.checkpoint.checkpointer import RunPosition, resume, resume_from
+from kubelora_trainer.checkpoint.checkpointer import resume, resume_from
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint
+from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.distributed.process_group import ALONE, Gang, led
 from kubelora_trainer.distributed.reduce_payload import checksum
 from kubelora_trainer.distributed.rendezvous import join_gang
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.storage.output_dir import Manifest, OutputFolder, claim_output
 from kubelora_trainer.training.context import Run
-from kubelora_trainer.training.setup import Material, choose_device
+from kubelora_trainer.training.setup import Material
+from kubelora_trainer.utils.device import choose_device
 from kubelora_trainer.utils.errors import ConfigurationError, PeerLost, PeerSilent, RunEnded
 from kubelora_trainer.utils.stateful import CheckpointPart
 

@@ -17,14 +17,14 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import ExitCode, OutputPath
 from kubelora_api.spec import Health
 from kubelora_api.status import Artifact
-from kubelora_trainer.data.sampler import plan_of
-from kubelora_trainer.health.baseline import compared_anew, hold_against
+from kubelora_trainer.health.baseline import compared_anew
 from kubelora_trainer.health.quantities import facts_of
 from kubelora_trainer.health.startup_checks import FirstGradients
 from kubelora_trainer.optim.lr_schedule import steps_that_moved
 from kubelora_trainer.optim.precision import plan_precision
+from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import open_progress
-from kubelora_trainer.reporting.prometheus import Board, Exporter, TrainerMetrics
+from kubelora_trainer.reporting.prometheus import Board, Exporter
 from kubelora_trainer.reporting.run_log import NoLog, RunLog, kept_to_the_end
 from kubelora_trainer.reporting.summary import RunSummary, summary_text
 from kubelora_trainer.reporting.trackers import open_tracking
@@ -35,13 +35,14 @@ from kubelora_trainer.storage.run_length import assert_not_passed
 from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.storage.uris import resolve_output
 from kubelora_trainer.training.context import Run, RunOptions
-from kubelora_trainer.training.ending import conclude
-from kubelora_trainer.training.hooks import Session, begin
+from kubelora_trainer.training.hooks import Session
+from kubelora_trainer.training.lifecycle import conclude, first_report, serve
 from kubelora_trainer.training.loop import Parts, train
+from kubelora_trainer.training.plan import plan_of
 from kubelora_trainer.training.publish import draw, export_adapter, push_adapter
 from kubelora_trainer.training.rank_sync import claim_together, compare, let_first_end, meet
-from kubelora_trainer.training.serving import first_report, serve
 from kubelora_trainer.training.setup import Material, open_material
+from kubelora_trainer.training.start import begin, hold_against
 from kubelora_trainer.training.step_reporter import Reporter
 from kubelora_trainer.training.train_state import open_learner
 from kubelora_trainer.utils.errors import HeldByPolicy, Interrupted, PeerLost, RunEnded

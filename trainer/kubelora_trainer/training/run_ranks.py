@@ -78,7 +78,7 @@ def run_rank(
     """One rank's run. Rank 0 alone speaks; each leaves its final report in ``reports``."""
     if seat.rank != 0 and seat.local_rank == 0:
         print(f"rank {seat.rank} of {seat.size} trains with rank 0, whose pod tells of the run")
-    from kubelora_trainer.utils.heavy_imports import import_heavy_libraries
+    from kubelora_trainer.utils.third_party import import_heavy_libraries
 
     import_heavy_libraries()  # of no use to the launcher
     from kubelora_trainer.training.run import run_job

@@ -40,7 +40,8 @@ from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.storage.uris import resolve_cache, resolve_input
 from kubelora_trainer.utils.atomic_io import writing_to
 from kubelora_trainer.utils.cpu_threads import cpu_quota, thread_count, usable_cores
-from kubelora_trainer.utils.errors import ConfigurationError, Interrupted
+from kubelora_trainer.utils.device import choose_device
+from kubelora_trainer.utils.errors import Interrupted
 from kubelora_trainer.utils.progress_log import counting
 
 DEFAULT_CONFIG = "hf://stabilityai/stable-diffusion-xl-base-1.0"
@@ -180,27 +181,6 @@ def _model_folder(model: Model, mounts: Mapping[str, Path], say: Callable[[str],
     check_single_file(file, read_header(file))  # before anything is fetched for it
     lender = resolve_input(model.config or DEFAULT_CONFIG, mounts, content="configuration")
     return unpack(file, lender, cache_directory(), say)
-
-
-def choose_device(spec: JobSpec, cuda: bool) -> torch.device:
-    """The device that the job asks for. cuda: whether there is a usable one.
-
-    Raises ConfigurationError rather than train on a CPU where a GPU was meant.
-    """
-    wanted = spec.training.device
-    if wanted == "cpu" or (wanted == "auto" and not cuda and spec.workers.gpus_per_node == 0):
-        return torch.device("cpu")
-    if not cuda:
-        why = (
-            "spec.training.device is cuda"
-            if wanted == "cuda"
-            else f"spec.workers.gpusPerNode is {spec.workers.gpus_per_node}"
-        )
-        raise ConfigurationError(
-            f"no usable CUDA GPU here, but {why}; to train on the CPU, say so with "
-            "--set spec.training.device=cpu"
-        )
-    return torch.device("cuda")
 
 
 def limit_threads(parameters: int, processes: int = 1) -> None:

@@ -14,16 +14,17 @@ from kubelora_api.names import OutputPath
 from kubelora_api.report import RunPhase
 from kubelora_api.spec import Health
 from kubelora_api.status import CheckpointStatus, Finding
-from kubelora_trainer.checkpoint.checkpointer import RunPosition
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint
+from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.health import policy as health_policy
 from kubelora_trainer.health import watchdog as health
 from kubelora_trainer.health.baseline import Baseline
 from kubelora_trainer.health.quantities import RunFacts
 from kubelora_trainer.health.startup_checks import FirstGradients, check_finite
 from kubelora_trainer.optim.flat_buffers import Slot
+from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import ProgressView
-from kubelora_trainer.reporting.prometheus import Board, Exporter, TrainerMetrics
+from kubelora_trainer.reporting.prometheus import Board, Exporter
 from kubelora_trainer.reporting.run_log import NoLog, RunLog
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers

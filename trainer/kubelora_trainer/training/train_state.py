@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kubelora_trainer.optim.adamw import AdapterOptimizer
+from kubelora_trainer.optim.base import AdapterOptimizer
 from kubelora_trainer.optim.build import open_optimizer
 from kubelora_trainer.optim.ema import MovingAverage, open_average
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers

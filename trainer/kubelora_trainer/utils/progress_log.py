@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from kubelora_trainer.reporting.progress_bar import duration_text
+from kubelora_trainer.utils.text import duration_text
 
 PAUSE_SECONDS = 5.0
 

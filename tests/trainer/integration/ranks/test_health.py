@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kubelora_api.names import ExitCode
 from kubelora_api.spec import Health
-from kubelora_trainer.checkpoint.checkpointer import RunPosition
+from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.distributed.launcher import RankEnd, deciding, exit_code_of
 from kubelora_trainer.distributed.process_group import Exchanged, Gang, ProcessGang, led
 from kubelora_trainer.distributed.reduce_payload import Asked

@@ -13,10 +13,11 @@ from torch import distributed
 
 from kubelora_api.names import ExitCode
 from kubelora_trainer.distributed.launcher import deciding, exit_code_of, sentence_of
-from kubelora_trainer.distributed.missing_ranks import RollCall, ranks_named
+from kubelora_trainer.distributed.missing_ranks import RollCall
 from kubelora_trainer.distributed.process_group import Gang
 from kubelora_trainer.utils.errors import PeerLost, PeerSilent
 from kubelora_trainer.utils.signals import StopRequest
+from kubelora_trainer.utils.text import ranks_named
 from tests.trainer.fixtures.engine import Engine
 from tests.trainer.fixtures.processes import run_gang, said
 from tests.trainer.fixtures.rank_runs import train_engine

@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kubelora_trainer.checkpoint.checkpointer import RunPosition
-from kubelora_trainer.data.sampler import Plan, SampleOrder, Share
+from kubelora_trainer.checkpoint.state import RunPosition
+from kubelora_trainer.data.sampler import SampleOrder, Share
 from kubelora_trainer.distributed.launcher import deciding, exit_code_of, launch
 from kubelora_trainer.distributed.process_group import Exchanged, Gang, ProcessGang
 from kubelora_trainer.distributed.reduce_payload import Asked, checksum
 from kubelora_trainer.distributed.topology import Layout
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.precision import PrecisionPlan
+from kubelora_trainer.training.plan import Plan
 from tests.trainer.fixtures.engine import Engine
 from tests.trainer.fixtures.processes import DEADLINE_SECONDS, Carried, ended_by, in_rank, run_gang
 from tests.trainer.fixtures.rank_runs import BF16, FP32, train_engine

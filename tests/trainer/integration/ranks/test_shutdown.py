@@ -11,7 +11,7 @@ from kubelora_api.report import FinalReport
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.objective.sdxl_loss import MicroBatchLoss, SdxlObjective
 from kubelora_trainer.training.context import Run
-from kubelora_trainer.training.ending import conclude
+from kubelora_trainer.training.lifecycle import conclude
 from tests.trainer.fixtures.torch_ranks import TWO, adapter, arguments, far, forking, manifest, run
 
 

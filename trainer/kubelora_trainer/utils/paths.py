@@ -1,8 +1,21 @@
-"""What a path that does not exist was meant to be: the entry of its folder that is most like it."""
+"""Paths for people: `~` expanded, near misses named."""
 
 from pathlib import Path
 
 from kubelora_api.suggestions import nearest
+from kubelora_trainer.utils.errors import ConfigurationError
+
+
+def expanded(path: str) -> Path:
+    """The path with ``~`` written out. Raises ConfigurationError for a user who is not known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        home = path.split("/")[0]
+        raise ConfigurationError(
+            f"{path}: {home} is no home folder that is known here; write the path in full."
+        ) from None
+
 
 _LOOKED_AT = 2000
 """Entries of a folder of millions are not all read for the sake of a sentence."""

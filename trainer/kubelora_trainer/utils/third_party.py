@@ -1,8 +1,9 @@
-"""Imports torch, transformers and diffusers in the least time: most of what a short run takes.
+"""Third-party libraries: imported in the least time, and kept quiet.
 
-Python's collector is slowed down meanwhile: it would walk over a million objects again and again,
-and few of them are garbage. And diffusers, transformers, peft and accelerate import whatever they
-find of libraries that nothing here uses: they add seconds, megabytes and advice.
+Importing torch, transformers and diffusers takes most of a short run. Python's collector is slowed
+down meanwhile: it would walk over a million objects again and again, and few of them are garbage.
+And diffusers, transformers, peft and accelerate import whatever they find of libraries that nothing
+here uses: these add seconds, megabytes and advice.
 """
 
 import atexit
@@ -14,12 +15,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 FOR_QUANTISED_MODELS = ("bitsandbytes", "torchao")
+
+
 NEVER_USED = (*FOR_QUANTISED_MODELS, "scipy", "boto3", "torchvision")
 """scipy (53 MiB of memory) is for losses of object detection and for noise schedules that SDXL does
 not train with, boto3 (14 MiB) for jobs on SageMaker, torchvision (10 MiB) for models that look at
 images."""
+
+
 FOR_GPUS = ("triton",)
 """It compiles kernels for GPUs alone; without one it is 68 MiB for nothing."""
+
 
 YOUNG_OBJECTS = 50_000
 """Objects after which the youngest are looked at once; Python's own number is 700 to 2,000."""
@@ -74,3 +80,26 @@ def _seldom_collected() -> Iterator[None]:
         gc.freeze()
         atexit.register(gc.unfreeze)
         gc.set_threshold(*usual)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """No bars and no advice of diffusers and transformers while models load or are written."""
+    # Imported here: this module is read before the heavy imports that it makes fast.
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    bar_on = transformers_logging.is_progress_bar_enabled()
+    levels = (transformers_logging.get_verbosity(), diffusers_logging.get_verbosity())
+    transformers_logging.disable_progress_bar()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    diffusers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        diffusers_logging.enable_progress_bar()
+        if bar_on:
+            transformers_logging.enable_progress_bar()
+        transformers_logging.set_verbosity(levels[0])
+        diffusers_logging.set_verbosity(levels[1])

@@ -1,0 +1,62 @@
+"""The state of a run that a checkpoint records."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from kubelora_api.schema import JsonObject
+from kubelora_trainer.health.watchdog import WatchState
+from kubelora_trainer.storage.run_record import Rollback
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Where a run stands, apart from its tensors.
+
+    step: optimizer steps done. micro_step: micro-steps done, over the whole run.
+    window_samples, window_loss: samples seen and losses summed in the unfinished window; the sum
+    is a fp64 scalar that stays on the device, so that no micro-step waits for it.
+    norm_range: least and largest total gradient norm so far, first steps left out.
+    rollback: what a rollback left out, once there was one.
+    """
+
+    step: int = 0
+    micro_step: int = 0
+    window_samples: int = 0
+    window_loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    norm_range: tuple[float, float] | None = None
+    watch: WatchState = field(default_factory=WatchState)
+    rollback: Rollback | None = None
+
+    @property
+    def skipped(self) -> int:
+        """How far the data is ahead of the micro-steps."""
+        return self.rollback.skipped[1] - self.rollback.skipped[0] if self.rollback else 0
+
+
+class CheckpointManifest(BaseModel):
+    """``checkpoint.json``.
+
+    layout: name and shape of each factor, in the buffers' order. parts: what each part told beside
+    its tensors. files: sha256 by file name.
+    """
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    format: Literal[2] = 2
+    run_id: str
+    attempt: int
+    step: int
+    micro_step: int
+    window_micro_steps: int
+    window_samples: int
+    window_loss: float
+    norm_range: tuple[float, float] | None
+    watch: dict[str, Any]
+    rollback: Rollback | None = None
+    layout: list[tuple[str, tuple[int, ...]]]
+    parts: dict[str, JsonObject]
+    files: dict[str, str]

@@ -1,0 +1,81 @@
+"""The start of a run: what it is compared with, resuming, and the start-up checks."""
+
+import torch
+
+from kubelora_trainer.checkpoint.directories import SavedCheckpoint
+from kubelora_trainer.checkpoint.state import RunPosition
+from kubelora_trainer.health.baseline import Baseline, open_baseline
+from kubelora_trainer.health.startup_checks import check_dtypes, check_fresh_adapter, check_resumed
+from kubelora_trainer.lora.dora import NO_KOHYA_FILE
+from kubelora_trainer.optim.build import rate_warning
+from kubelora_trainer.optim.precision import describe_memory, lossy_warnings
+from kubelora_trainer.storage.output_dir import OutputFolder, installed_versions
+from kubelora_trainer.storage.run_record import RunRecord
+from kubelora_trainer.storage.uris import resolve_input
+from kubelora_trainer.training.context import Run
+from kubelora_trainer.training.rank_sync import resume_together
+from kubelora_trainer.training.setup import Material
+from kubelora_trainer.training.train_state import Learner
+from kubelora_trainer.utils.errors import ConfigurationError
+
+
+def hold_against(
+    run: Run, folder: OutputFolder, made_of: RunRecord, total_steps: int
+) -> Baseline | None:
+    """Note what the run is made of, and open its baseline, if it has one, on the first rank."""
+    if not run.first:
+        return None
+    uri, baseline, digest = run.job.spec.health.baseline, None, made_of.dataset_sha256 or ""
+    if uri:
+        try:
+            place = resolve_input(uri, run.options.mounts, content="run")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"health.baseline: {error}") from error
+        document = run.job.document()
+        baseline = open_baseline(uri, place, document, installed_versions(), digest, total_steps)
+        for line in baseline.told():
+            run.say(line)
+    folder.record = folder.record.model_copy(
+        update={
+            "total_steps": total_steps,
+            "dataset_sha256": made_of.dataset_sha256,
+            "dataset_images": made_of.dataset_images,
+            "model_sha256": made_of.model_sha256,
+            "baseline": baseline.record if baseline else None,
+        }
+    )
+    folder.write_manifest("Running")
+    return baseline
+
+
+def begin(
+    run: Run, folder: OutputFolder, material: Material, learner: Learner
+) -> tuple[RunPosition, SavedCheckpoint | None]:
+    """Resume or start afresh; check and print the start-up contract."""
+    buffers = learner.buffers
+    resumed = resume_together(run, folder, buffers, learner.saved_parts)
+    beside = {"optimizer state": learner.optimizer.state_bytes}
+    if learner.average:
+        beside["average"] = 4 * buffers.numel
+    run.say(f"contract: {check_dtypes(buffers, learner.optimizer)}")
+    run.say(f"memory of the adapter: {describe_memory(buffers.copy_bytes() | beside)}")
+    doubtful = rate_warning(run.job.spec.training)
+    for sentence in [*lossy_warnings(buffers.plan), *([doubtful] if doubtful else [])]:
+        run.warn(sentence)
+    if run.job.spec.adapter.dora:
+        run.warn(NO_KOHYA_FILE)
+    if resumed is None:
+        if folder.record.total_steps is not None:  # an earlier attempt came as far as training
+            run.say("no checkpoint of this run is left, so it begins at its first step again")
+        if not run.job.spec.adapter.from_:
+            check_fresh_adapter(buffers, material.modules)
+            run.say("contract: a fresh adapter, |B·A| = 0")
+        no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
+        return RunPosition(window_loss=no_loss), None
+    position, saved = resumed
+    held = check_resumed(learner.optimizer, position.step, learner.skipped_steps)
+    run.say(f"contract: {held}")
+    run.stop.saved(position.step)
+    run.say(f"resuming from {saved.path} at step {position.step}")
+    folder.record = folder.record.model_copy(update={"rollback": position.rollback})
+    return position, saved
