@@ -38,10 +38,10 @@ from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
 from kubelora_trainer.training.context import Run, RunOptions
 from kubelora_trainer.training.loop import Parts, train
-from kubelora_trainer.training.plan import plan_of
-from kubelora_trainer.training.setup import open_material
+from kubelora_trainer.training.plan import build_plan
+from kubelora_trainer.training.setup import build_training_inputs
 from kubelora_trainer.training.step_reporter import Reporter
-from kubelora_trainer.training.train_state import open_learner
+from kubelora_trainer.training.train_state import build_train_state
 from kubelora_trainer.utils.signals import StopRequest
 
 
@@ -71,9 +71,9 @@ class OurLoop:
         registry = CollectorRegistry()
         report = RunReport(run_id="bench", attempt=1, phase="Training", total_steps=100_000)
         self._exporter = Exporter(registry, report, 0, any_port=True, everywhere=False)
-        self._material = open_material(spec, {}, folder, lambda sentence: None)
-        learner = open_learner(run, self._material)
-        self.buffers = buffers = learner.buffers
+        self._material = build_training_inputs(spec, {}, folder, lambda sentence: None)
+        state = build_train_state(run, self._material)
+        self.buffers = buffers = state.buffers
         self._hooks = _hooks_of(buffers)
         self.position = RunPosition()
         self._run_log = RunLog(folder, buffers.slots, 0, print)
@@ -88,14 +88,14 @@ class OurLoop:
             first_gradients=FirstGradients(buffers.slots, 0),
             position=self.position,
         )
-        self._telemetry = ByTurns(learner.telemetry, NormAlone(buffers))
+        self._telemetry = ByTurns(state.telemetry, NormAlone(buffers))
         self._reporter = ByTurns(reporter, Silent())
         self._parts = Parts(
             training=spec.training,
-            plan=plan_of(spec.training, self._material.objective.order),
+            plan=build_plan(spec.training, self._material.objective.order),
             objective=self._material.objective,
             buffers=buffers,
-            optimizer=learner.optimizer,
+            optimizer=state.optimizer,
             telemetry=cast(GradientTelemetry, self._telemetry),
             reporter=cast(Reporter, self._reporter),
         )

@@ -21,15 +21,15 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import OutputPath
 from kubelora_trainer.checkpoint.directories import list_checkpoints
 from kubelora_trainer.checkpoint.state import RunPosition
-from kubelora_trainer.distributed.topology import ONLY_SEAT, Seat
+from kubelora_trainer.distributed.topology import SINGLE_RANK, RankInfo
 from kubelora_trainer.storage.output_dir import read_manifest
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
 from kubelora_trainer.training import run
-from kubelora_trainer.training import setup as material
+from kubelora_trainer.training import setup as inputs
 from kubelora_trainer.training.context import RunOptions
 from kubelora_trainer.training.loop import Parts, train
-from kubelora_trainer.utils.errors import Interrupted, NumericalError, RunEnded
+from kubelora_trainer.utils.errors import InterruptedRunError, NumericalError, RunEndedError
 from kubelora_trainer.utils.signals import StopRequest
 from tests.numerics.scene import Photographs, Scene
 
@@ -130,7 +130,7 @@ def document(
     )
 
 
-class Trained(Interrupted):
+class Trained(InterruptedRunError):
     """The last step is done; nothing after it is of interest."""
 
 
@@ -218,7 +218,7 @@ def continue_run(
     seed: int,
     output: Path,
     injection: Injection = sound,
-    seat: Seat = ONLY_SEAT,
+    rank_info: RankInfo = SINGLE_RANK,
 ) -> Observation:
     """As ``observe_run``, from the newest checkpoint in ``output``, if there is one.
 
@@ -240,12 +240,12 @@ def continue_run(
         attempt=None,
         termination_log=None,
         resume_command="",
-        seat=seat,
+        rank_info=rank_info,
     )
     error = None
     with ExitStack() as stack:
-        stack.enter_context(patch.object(material, "load_base_model", scene.load_base))
-        stack.enter_context(patch.object(material, "caption_limits", scene.caption_limits))
+        stack.enter_context(patch.object(inputs, "load_base_model", scene.load_base))
+        stack.enter_context(patch.object(inputs, "caption_limits", scene.caption_limits))
         stack.enter_context(patch.object(run, "train", broken_train))
         try:
             run.run_job(job, options, StopRequest(), Console(file=io.StringIO()))
@@ -256,7 +256,7 @@ def continue_run(
             step = witness.numbers[-1].step if witness.numbers else begun + 1
             if not any(f.severity == "critical" for f in witness.findings.values()):
                 witness.findings[CONTRACT] = Seen(step, "critical", None, None)
-        except RunEnded as ended:
+        except RunEndedError as ended:
             raise AssertionError(f"the bench's own job is wrong: {ended}") from ended
     steps = witness.numbers[-1].step if witness.numbers else 0
     return Observation(steps, witness.findings, error, tuple(witness.numbers))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from kubelora_trainer.distributed.launcher import launch
-from kubelora_trainer.distributed.topology import LOOPBACK, Layout, Seat
+from kubelora_trainer.distributed.topology import LOOPBACK, NodeTopology, RankInfo
 from kubelora_trainer.utils.signals import RankStopRequest
 from tests.numerics import injections as broken
 from tests.numerics.bench import (
@@ -102,13 +102,13 @@ def unsynchronised(scene: Scene, seed: int, output: Path) -> Observation:
     shutil.rmtree(output, ignore_errors=True)
     told = output.with_name("rank-0.pickle")
 
-    def rank(seat: Seat, stop: RankStopRequest) -> None:
-        injection = broken.keeps_its_own_gradient(5) if seat.rank == 1 else sound
-        seen = continue_run(scene, configuration, seed, output, injection, seat)
-        if seat.rank == 0:
+    def rank(rank_info: RankInfo, stop: RankStopRequest) -> None:
+        injection = broken.keeps_its_own_gradient(5) if rank_info.rank == 1 else sound
+        seen = continue_run(scene, configuration, seed, output, injection, rank_info)
+        if rank_info.rank == 0:
             told.write_bytes(pickle.dumps(seen))
 
-    ends = launch(rank, Layout(1, 0, 2, LOOPBACK, 0), lambda: False, start_method="fork")
+    ends = launch(rank, NodeTopology(1, 0, 2, LOOPBACK, 0), lambda: False, start_method="fork")
     assert all(end.code == 0 for end in ends), ends
     seen: Observation = pickle.loads(told.read_bytes())
     return seen

@@ -17,8 +17,8 @@ from torch import Tensor
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.data.cropping import TrainingImage
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder
-from kubelora_trainer.distributed.process_group import Exchanged
-from kubelora_trainer.distributed.reduce_payload import Asked
+from kubelora_trainer.distributed.process_group import ReducedWindow
+from kubelora_trainer.distributed.reduce_payload import ControlFlags
 from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective import latents
@@ -26,10 +26,10 @@ from kubelora_trainer.optim import lr_schedule as rates
 from kubelora_trainer.optim.adamw import FlatAdamW
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, GroupRange
 from kubelora_trainer.training import loop
-from kubelora_trainer.training.loop import MicroBatch, Parts
+from kubelora_trainer.training.loop import MicroBatchOutput, Parts
 from tests.numerics.bench import Injection, Trained
 
-Objective = Callable[[int], MicroBatch]
+Objective = Callable[[int], MicroBatchOutput]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def window_of(parts: Parts, micro_step: int) -> tuple[int, int, int]:
     return step + 1, micro_step - window.start, len(window)
 
 
-def _with_objective(wrap: Callable[[Parts, int, MicroBatch], MicroBatch]) -> Injection:
+def _with_objective(wrap: Callable[[Parts, int, MicroBatchOutput], MicroBatchOutput]) -> Injection:
     """An injection that changes what the objective gives."""
 
     def inject(parts: Parts) -> Parts:
@@ -65,7 +65,7 @@ def _with_objective(wrap: Callable[[Parts, int, MicroBatch], MicroBatch]) -> Inj
 def scaled_loss(factor: float, from_step: int = 1) -> Injection:
     """The loss is multiplied by ``factor``."""
 
-    def wrap(parts: Parts, micro_step: int, batch: MicroBatch) -> MicroBatch:
+    def wrap(parts: Parts, micro_step: int, batch: MicroBatchOutput) -> MicroBatchOutput:
         if window_of(parts, micro_step)[0] < from_step:
             return batch
         return Loss(batch.loss_sum * factor, batch.samples)
@@ -76,7 +76,7 @@ def scaled_loss(factor: float, from_step: int = 1) -> Injection:
 def scaled_micro_batch(factor: float, step: int) -> Injection:
     """The loss of one micro-batch, the first of window ``step``, is multiplied by ``factor``."""
 
-    def wrap(parts: Parts, micro_step: int, batch: MicroBatch) -> MicroBatch:
+    def wrap(parts: Parts, micro_step: int, batch: MicroBatchOutput) -> MicroBatchOutput:
         if window_of(parts, micro_step)[:2] != (step, 0):
             return batch
         return Loss(batch.loss_sum * factor, batch.samples)
@@ -100,7 +100,7 @@ def dominant_term(last: bool, factor: float = 1000.0) -> Injection:
         real: Objective = parts.objective
         term = _Term(parts.buffers, factor)
 
-        def objective(micro_step: int) -> MicroBatch:
+        def objective(micro_step: int) -> MicroBatchOutput:
             batch = real(micro_step)
             _, place, length = window_of(parts, micro_step)
             if place != (length - 1 if last else 0):
@@ -128,7 +128,7 @@ class _Term:
         ]
         self._scale: float | None = None
 
-    def __call__(self, batch: MicroBatch) -> Tensor:
+    def __call__(self, batch: MicroBatchOutput) -> Tensor:
         linear = torch.stack([(b.float() @ a.float() * r).sum() for b, a, r in self._pairs]).sum()
         if self._scale is None:
             ups = [b for b, _, _ in self._pairs]
@@ -246,11 +246,15 @@ class _Deaf:
     """A gang whose exchange of one step brings nothing back to this rank's gradient."""
 
     def __init__(self, parts: Parts, step: int) -> None:
-        self._parts, self._real, self._step = parts, parts.gang, step
+        self._parts, self._real, self._step = parts, parts.process_group, step
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
-    ) -> Exchanged:
+        self,
+        buffers: AdapterBuffers,
+        position: RunPosition,
+        asked: ControlFlags,
+        sums: Sequence[Tensor],
+    ) -> ReducedWindow:
         own = buffers.gradient.clone()
         exchanged = self._real.exchange(buffers, position, asked, sums)
         if position.step + 1 == self._step:
@@ -263,7 +267,7 @@ class _Deaf:
 
 def keeps_its_own_gradient(step: int) -> Injection:
     """In one step this rank does not take over what the ranks have summed."""
-    return lambda parts: replace(parts, gang=_Deaf(parts, step))
+    return lambda parts: replace(parts, process_group=_Deaf(parts, step))
 
 
 def ends_before(step: int) -> Injection:
@@ -272,7 +276,7 @@ def ends_before(step: int) -> Injection:
     def inject(parts: Parts) -> Parts:
         real: Objective = parts.objective
 
-        def objective(micro_step: int) -> MicroBatch:
+        def objective(micro_step: int) -> MicroBatchOutput:
             if window_of(parts, micro_step)[0] >= step:
                 raise Trained("interrupted")
             return real(micro_step)
@@ -358,7 +362,7 @@ def lost_micro_step(parts: Parts) -> Parts:
     real: Objective = parts.objective
     buffers = parts.buffers
 
-    def objective(micro_step: int) -> MicroBatch:
+    def objective(micro_step: int) -> MicroBatchOutput:
         if window_of(parts, micro_step)[1] == 1:
             for group in ranges(buffers, "lora_A"):
                 buffers.gradient[group.start : group.stop].zero_()
@@ -391,7 +395,7 @@ def detached(from_step: int) -> Injection:
 
         real: Objective = parts.objective
 
-        def objective(micro_step: int) -> MicroBatch:
+        def objective(micro_step: int) -> MicroBatchOutput:
             if window_of(parts, micro_step)[0] >= from_step:
                 for parameter in own:
                     parameter.requires_grad_(False)
@@ -409,7 +413,7 @@ def one_backward_per_window(from_step: int) -> Injection:
         real: Objective = parts.objective
         kept: list[Tensor] = []
 
-        def objective(micro_step: int) -> MicroBatch:
+        def objective(micro_step: int) -> MicroBatchOutput:
             batch = real(micro_step)
             step, place, length = window_of(parts, micro_step)
             if step < from_step:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kubelora_trainer.cli.job_file import apply_settings, load_job_documents, read_job
+from kubelora_trainer.cli.job_file import apply_settings, load_job, load_job_documents
 from kubelora_trainer.cli.validate import validate_files
 from kubelora_trainer.utils.errors import ConfigurationError
 
@@ -42,7 +42,7 @@ def edited(path: Path, old: str, new: str) -> str:
 
 
 def test_a_number_in_scientific_notation_is_a_number(job: Path) -> None:
-    assert read_job(str(job)).spec.training.learning_rate == 0.0001
+    assert load_job(str(job)).spec.training.learning_rate == 0.0001
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_values_are_read_as_kubectl_reads_them(text: str, value: object) -> None
 def test_a_mistake_is_told_with_file_and_line(job: Path) -> None:
     path = edited(job, "rank: 64", "rank: -1")
     with pytest.raises(ConfigurationError) as refused:
-        read_job(path)
+        load_job(path)
     assert str(refused.value) == f"{path}:9: spec.adapter.rank: must be at least 1, found -1"
 
 
 def test_an_absent_field_is_placed_at_its_parent(job: Path) -> None:
     path = edited(job, "  output: {uri: pvc://out}\n", "  output: {}\n")
     with pytest.raises(ConfigurationError) as refused:
-        read_job(path)
+        load_job(path)
     assert str(refused.value) == f"{path}:13: spec.output.uri: required, but not set"
 
 
@@ -108,7 +108,7 @@ def test_an_absent_field_is_placed_at_its_parent(job: Path) -> None:
 def test_a_broken_file_is_a_sentence(job: Path, old: str, new: str, sentence: str) -> None:
     path = edited(job, old, new)
     with pytest.raises(ConfigurationError, match=sentence.replace("[", r"\[")) as refused:
-        read_job(path)
+        load_job(path)
     assert str(refused.value).startswith(path)
 
 
@@ -136,38 +136,38 @@ def test_an_emoji_is_read_from_yaml_and_from_both_spellings_of_json(job: Path) -
         yaml.safe_dump(document, allow_unicode=True),
     ):
         job.write_text(text)
-        assert read_job(str(job)).spec.validation.prompts == ["a 😀 bottle"]
+        assert load_job(str(job)).spec.validation.prompts == ["a 😀 bottle"]
     assert apply_settings({}, [r'a="\ud83d\ude00"']) == {"a": "😀"}
 
 
 def test_json_indented_by_tabs_is_read_and_keeps_its_lines(job: Path) -> None:
     document = yaml.safe_load(JOB.replace("1e-4", "0.0001"))
     job.write_text(json.dumps(document, indent="\t"))
-    assert read_job(str(job)).metadata.name == "bottles"
+    assert load_job(str(job)).metadata.name == "bottles"
     line = next(n for n, text in enumerate(job.read_text().split("\n"), 1) if '"rank"' in text)
     path = edited(job, '"rank": 64', '"rank": 0')
     with pytest.raises(ConfigurationError, match=rf"job\.yaml:{line}: spec\.adapter\.rank"):
-        read_job(path)
+        load_job(path)
 
 
 def test_empty_documents_are_left_out(job: Path) -> None:
     """A template that rendered nothing leaves them."""
     job.write_text(f"---\n---\n{JOB}---\n---\n# the end\n")
-    assert read_job(str(job)).metadata.name == "bottles"
+    assert load_job(str(job)).metadata.name == "bottles"
 
 
 def test_other_objects_in_the_file_are_left_alone(job: Path) -> None:
     job.write_text(
         "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: photos}\n---\n" + JOB
     )
-    assert read_job(str(job)).metadata.name == "bottles"
+    assert load_job(str(job)).metadata.name == "bottles"
 
 
 def test_settings_change_a_copy(job: Path) -> None:
     settings = ["spec.training.steps=3", "spec.precision.compute=fp32", "spec.adapter.alpha=8"]
-    spec = read_job(str(job), settings).spec
+    spec = load_job(str(job), settings).spec
     assert (spec.training.steps, spec.precision.compute, spec.adapter.alpha) == (3, "fp32", 8)
-    assert read_job(str(job)).spec.training.steps == 20
+    assert load_job(str(job)).spec.training.steps == 20
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,12 @@ def test_settings_change_a_copy(job: Path) -> None:
 )
 def test_a_setting_that_sets_nothing_is_refused(job: Path, setting: str) -> None:
     with pytest.raises(ConfigurationError, match="--set"):
-        read_job(str(job), [setting])
+        load_job(str(job), [setting])
 
 
 def test_a_wrong_setting_names_the_field(job: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"spec\.training\.steps: must be at least 1"):
-        read_job(str(job), ["spec.training.steps=0"])
+        load_job(str(job), ["spec.training.steps=0"])
 
 
 @pytest.mark.parametrize(
@@ -196,20 +196,20 @@ def test_what_a_setting_makes_wrong_is_told_with_the_setting_and_no_line_of_the_
     job: Path, setting: str, problem: str
 ) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        read_job(str(job), [setting])
+        load_job(str(job), [setting])
     assert str(refused.value).startswith(f"--set {setting}: {problem}")
 
 
 def test_what_the_file_makes_wrong_keeps_its_line_beside_a_setting(job: Path) -> None:
     path = edited(job, "rank: 64", "rank: -1")
     with pytest.raises(ConfigurationError) as refused:
-        read_job(path, ["spec.training.steps=3", "spec.adapter.rankPattern={}"])
+        load_job(path, ["spec.training.steps=3", "spec.adapter.rankPattern={}"])
     assert str(refused.value).startswith(f"{path}:9: spec.adapter.rank: must be at least 1")
 
 
 def test_a_setting_of_a_field_that_there_is_not_names_the_one_that_was_meant(job: Path) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        read_job(str(job), ["training.steps=5"])
+        load_job(str(job), ["training.steps=5"])
     assert str(refused.value) == (
         "--set training.steps=5: training is no field; did you mean 'spec.training.steps'?"
     )
@@ -241,7 +241,7 @@ def test_what_is_wrong_with_the_running_resource_is_told_in_its_own_file(
 def test_several_jobs_are_named_also_those_without_a_name(job: Path) -> None:
     job.write_text(JOB + "---\n" + JOB.replace("metadata:\n  name: bottles", "metadata: []"))
     with pytest.raises(ConfigurationError, match=r"holds 2 jobs \(bottles, no name\)"):
-        read_job(str(job))
+        load_job(str(job))
 
 
 def test_a_change_of_a_started_job_is_judged_against_the_running_one(

@@ -193,7 +193,7 @@ def test_metrics_and_status_are_served_while_it_trains(
 
     from kubelora_trainer.training import lifecycle, run
 
-    serve = lifecycle.serve
+    serve = lifecycle.serve_metrics
 
     def noted(*arguments: object) -> object:
         exporter = serve(*arguments)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from PIL import Image
 from kubelora_api import dataset_spec
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size, covering_size, nearest_size, training_sizes
-from kubelora_trainer.data.dataset import Dataset, open_dataset
+from kubelora_trainer.data.dataset import ImageDataset, build_dataset
 from kubelora_trainer.data.sampler import SampleOrder, groups_of
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective
@@ -123,7 +123,7 @@ def test_each_bucket_gives_its_own_size_conditions_in_fp32(demo: DemoPaths, phot
 
     It is resized to 88 x 44, so the cut lies 0 to 4 rows from the top.
     """
-    data = open_dataset(photos, _dataset())
+    data = build_dataset(photos, _dataset())
     by_shape = {(s.width, s.height): s.size for s in data.samples}
     assert by_shape[(200, 100)] == Size(88, 40)
     assert by_shape[(100, 100)] == by_shape[(128, 128)] == by_shape[(64, 64)] == Size(64, 64)
@@ -151,16 +151,16 @@ def test_each_bucket_gives_its_own_size_conditions_in_fp32(demo: DemoPaths, phot
 
 def test_an_incomplete_micro_batch_counts_its_samples(demo: DemoPaths, photos: Path) -> None:
     """3 squares by 2 are 2 and 1: sums over samples, so a window divides by 3, not by 4."""
-    data = open_dataset(photos, _dataset())
+    data = build_dataset(photos, _dataset())
     objective = SdxlObjective(open_base(demo.model), data, job_spec({"batchSize": 2}))
     total = sum(objective(step).samples for step in range(objective.order.micro_steps_per_epoch))
     objective.close()
     assert total == len(SHAPES)
 
 
-def _flipping(photos: Path, flip: float, crop: str = "random") -> Dataset:
+def _flipping(photos: Path, flip: float, crop: str = "random") -> ImageDataset:
     document: dict[str, Any] = {"uri": "x", "resolution": 64, "flip": flip, "crop": crop}
-    return open_dataset(photos, dataset_spec.Dataset.model_validate(document))
+    return build_dataset(photos, dataset_spec.Dataset.model_validate(document))
 
 
 def test_the_share_of_mirrored_samples_is_the_set_one(photos: Path) -> None:

@@ -10,7 +10,7 @@ from kubelora_api.dataset_spec import Captions
 from kubelora_api.dataset_spec import Dataset as Settings
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.caption_transforms import training_caption
-from kubelora_trainer.data.dataset import open_dataset
+from kubelora_trainer.data.dataset import build_dataset
 from kubelora_trainer.data.preflight import preflight
 from kubelora_trainer.data.token_limits import caption_limits
 
@@ -52,7 +52,7 @@ def test_tags_differ_from_use_to_use_and_a_dropped_caption_is_empty(tmp_path: Pa
         caption_dropout=0.5,
         captions=Captions(prefix="zwx", shuffle_tags=True),
     )
-    data = open_dataset(tmp_path, settings)
+    data = build_dataset(tmp_path, settings)
     draws = [data.order(9, 1).samples_of(step)[0] for step in range(60)]
     captions = [data.caption(draw) for draw in draws]
     assert captions == [data.caption(draw) for draw in draws]

@@ -15,7 +15,7 @@ from PIL import Image
 
 from kubelora_api import dataset_spec
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.data.dataset import Dataset, View, open_dataset
+from kubelora_trainer.data.dataset import ImageDataset, View, build_dataset
 from kubelora_trainer.data.preflight import preflight, refuse
 from kubelora_trainer.data.preflight_report import PreflightReport, Remark, write_report
 from kubelora_trainer.utils.errors import ConfigurationError
@@ -33,7 +33,7 @@ def _metadata(folder: Path, *entries: Mapping[str, object]) -> None:
     (folder / "metadata.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
 
 
-def _view(data: Dataset) -> View:
+def _view(data: ImageDataset) -> View:
     return data.view(data.order(0, 1).samples_of(0)[0])
 
 
@@ -44,7 +44,7 @@ def _skipping(folder: Path) -> tuple[dict[str, str], PreflightReport]:
 
 
 def test_the_demos_photographs_pass_with_their_captions(demo: DemoPaths) -> None:
-    data = open_dataset(demo.photos, dataset_spec.Dataset(uri="x", resolution=64))
+    data = build_dataset(demo.photos, dataset_spec.Dataset(uri="x", resolution=64))
     assert len(data) == data.report.used == data.report.found == 8
     assert data.report.skipped == ()
     captions = {sample.file: sample.caption for sample in data.samples}
@@ -101,7 +101,7 @@ def test_a_bad_image_ends_the_run_by_default_and_the_message_lists_the_first(
     for n in range(5):
         (tmp_path / f"bad{n}.jpg").touch()
     with pytest.raises(ConfigurationError) as caught:
-        open_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
+        build_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
     message = str(caught.value)
     assert "5 of 6 images" in message
     assert "bad0.jpg: it is empty (0 bytes)" in message
@@ -207,7 +207,7 @@ def test_a_name_that_is_not_utf8_is_used_and_written_with_its_bytes(tmp_path: Pa
     assert written["notes"][0]["file"] == r"caf\xe9/\xe8.png"
     Path(os.fsdecode(folder + b"/\xe8.txt")).write_bytes(b"\x92")
     with pytest.raises(ConfigurationError, match=re.escape(r"caf\xe9/\xe8.txt is not UTF-8")):
-        open_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
+        build_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
 
 
 def test_a_folder_that_can_not_be_read_ends_the_run_rather_than_hide_its_images(
@@ -265,7 +265,7 @@ def test_small_images_are_upscaled_and_empty_captions_kept_and_both_are_noted(
         Remark("small.png", "empty caption", "", "trained on the empty caption"),
     )
     assert report.upscaled == 1
-    data = open_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
+    data = build_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
     assert data.image(_view(data)).pixels.shape == (3, 64, 64)
     assert data.image(_view(data)).sizes.original_size == (70, 40)
 
@@ -299,7 +299,7 @@ def test_the_report_is_written_as_it_is(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_after_preflight_is_an_error(tmp_path: Path) -> None:
     _image(tmp_path / "a.png")
-    data: Dataset = open_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
+    data: ImageDataset = build_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
     _image(tmp_path / "a.png", (90, 70))
     with pytest.raises(
         ConfigurationError,

@@ -8,13 +8,13 @@ from PIL import Image
 
 from kubelora_api import dataset_spec
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.data.dataset import open_dataset
+from kubelora_trainer.data.dataset import build_dataset
 from kubelora_trainer.data.preflight import preflight
 from kubelora_trainer.data.preflight_report import Count, PreflightReport, Remark, report_text
 from kubelora_trainer.data.sources import SourceFolder
 from kubelora_trainer.data.token_limits import caption_limits
 from kubelora_trainer.utils.errors import ConfigurationError
-from kubelora_trainer.utils.progress_log import counting
+from kubelora_trainer.utils.progress_log import log_progress
 
 
 def _image(path: Path, size: tuple[int, int] = (64, 64), grey: int = 90) -> Path:
@@ -65,7 +65,7 @@ def test_exact_duplicates_are_kept_and_noted_or_left_out_and_never_fail_a_run(
     settings = dataset_spec.Dataset(
         uri="x", resolution=64, on_duplicate="skip", on_bad_image="fail"
     )
-    data = open_dataset(tmp_path, settings)
+    data = build_dataset(tmp_path, settings)
     assert [sample.file for sample in data.samples] == ["a.png", "c.png"]
     assert (data.report.found, data.report.used, data.report.duplicates) == (3, 2, 1)
 
@@ -150,7 +150,7 @@ def test_the_report_is_published_before_the_run_is_refused(tmp_path: Path) -> No
     (tmp_path / "a.jpg").touch()
     published: list[PreflightReport] = []
     with pytest.raises(ConfigurationError, match="No image"):
-        open_dataset(
+        build_dataset(
             tmp_path, dataset_spec.Dataset(uri="x", resolution=64), publish=published.append
         )
     assert [(report.found, report.used) for report in published] == [(1, 0)]
@@ -159,7 +159,7 @@ def test_the_report_is_published_before_the_run_is_refused(tmp_path: Path) -> No
 def test_long_work_says_how_far_it_is_every_five_seconds() -> None:
     said: list[str] = []
     now = iter([0.0, 1.0, 5.0, 6.0, 10.0, 30.0])
-    tick = counting("images", said.append, clock=lambda: next(now))
+    tick = log_progress("images", said.append, clock=lambda: next(now))
     for done in (1, 2000, 2001, 4000, 8000):
         tick(done, 8000)
     assert said == ["images: 2,000 of 8,000, 15s left", "images: 4,000 of 8,000, 10s left"]

@@ -7,7 +7,7 @@ import pytest
 
 from kubelora_api.training_spec import Training
 from kubelora_trainer.data.sampler import SampleOrder
-from kubelora_trainer.training.plan import Plan, plan_of
+from kubelora_trainer.training.plan import TrainingPlan, build_plan
 
 
 def test_every_epoch_sees_every_sample_once_with_a_short_last_micro_batch() -> None:
@@ -65,12 +65,12 @@ def test_each_place_of_an_epoch_is_taken_by_all_samples_alike() -> None:
 def test_windows_span_epochs_and_epochs_end_with_a_shorter_window() -> None:
     """10 samples by 4 are 3 micro-steps an epoch; 3 epochs are 9, in windows of 4: 4, 4, 1."""
     order = SampleOrder(0, samples=10, batch_size=4)
-    plan = plan_of(Training(epochs=3, batch_size=4, gradient_accumulation=4), order)
-    assert plan == Plan(optimizer_steps=3, micro_steps=9, accumulation=4)
+    plan = build_plan(Training(epochs=3, batch_size=4, gradient_accumulation=4), order)
+    assert plan == TrainingPlan(optimizer_steps=3, micro_steps=9, accumulation=4)
     assert [list(plan.window(n)) for n in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
 
 def test_a_run_by_steps_has_whole_windows() -> None:
-    plan = plan_of(Training(steps=5, gradient_accumulation=3), SampleOrder(0, 2, 1))
-    assert plan == Plan(optimizer_steps=5, micro_steps=15, accumulation=3)
+    plan = build_plan(Training(steps=5, gradient_accumulation=3), SampleOrder(0, 2, 1))
+    assert plan == TrainingPlan(optimizer_steps=5, micro_steps=15, accumulation=3)
     assert plan.window(4) == range(12, 15)

@@ -15,7 +15,7 @@ from PIL import Image
 from kubelora_api import dataset_spec
 from kubelora_api.dataset_spec import Columns
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.data.dataset import Dataset, open_dataset
+from kubelora_trainer.data.dataset import ImageDataset, build_dataset
 from kubelora_trainer.data.parquet_images import has_tables_alone, unpack_tables
 from kubelora_trainer.data.preflight_report import Count, report_text
 from kubelora_trainer.data.sources import open_extra_sources, open_folder
@@ -48,10 +48,10 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _open(folder: Path, **extra: object) -> Dataset:
+def _open(folder: Path, **extra: object) -> ImageDataset:
     source = {"uri": str(folder / "class"), **extra}
     settings = _settings(repeats=3, extraSources=[source], captions={"prefix": "zwx"})
-    return open_dataset(folder / "bottles", settings, extra=open_extra_sources(settings, {}))
+    return build_dataset(folder / "bottles", settings, extra=open_extra_sources(settings, {}))
 
 
 def test_an_epoch_sees_each_image_as_often_as_its_source_repeats(two: Path) -> None:
@@ -142,7 +142,7 @@ def test_every_row_of_a_table_is_a_sample_with_its_caption_and_category(
     settings = _settings(columns=columns.document())
     assert has_tables_alone(tmp_path / "data")
     folder = unpack_tables(tmp_path / "data", columns, tmp_path / "cache")
-    data = open_dataset(folder, settings)
+    data = build_dataset(folder, settings)
     assert [sample.path.read_bytes() for sample in data.samples] == pngs
     assert [sample.caption for sample in data.samples] == [
         *(f"caption {n}\nof two lines" for n in range(4)),
@@ -155,7 +155,7 @@ def test_a_row_without_image_is_reported_and_not_lost(tmp_path: Path) -> None:
     table = _table([_as_struct(_png(1)), _as_struct(None)], text=["a", "b"])
     path = _write(table, tmp_path / "a.parquet")
     folder = unpack_tables(path, Columns(), tmp_path / "cache")
-    data = open_dataset(folder, _settings(onBadImage="skip"))
+    data = build_dataset(folder, _settings(onBadImage="skip"))
     assert (data.report.found, data.report.used) == (2, 1)
     assert data.report.skipped[0].problem == "empty file"
 
@@ -200,7 +200,7 @@ def test_a_category_that_no_table_and_no_line_has_is_answered_with_the_one_meant
     line = {"file_name": "a.png", "text": "a", "product": "glass"}
     (photos / "metadata.jsonl").write_text(json.dumps(line))
     with pytest.raises(ConfigurationError, match=r"a field 'prodcut'; .*mean 'product'\?"):
-        open_dataset(photos, _settings(columns=columns.document()))
+        build_dataset(photos, _settings(columns=columns.document()))
 
 
 def test_a_source_with_one_category_for_all_needs_no_column_of_them(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_source_with_one_category_for_all_needs_no_column_of_them(tmp_path: Pa
     [source] = open_extra_sources(settings, {})
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").write_bytes(_png(2))
-    data = open_dataset(tmp_path / "photos", settings, extra=(source,))
+    data = build_dataset(tmp_path / "photos", settings, extra=(source,))
     assert [sample.category for sample in data.samples] == ["", "cans"]
 
 
@@ -235,7 +235,7 @@ def test_tables_are_found_as_images_are_hidden_ones_left_out_and_linked_folders_
     (data / "linked").symlink_to(tmp_path / "elsewhere")
     assert has_tables_alone(data)
     folder = unpack_tables(data, Columns(), tmp_path / "cache")
-    samples = open_dataset(folder, _settings()).samples
+    samples = build_dataset(folder, _settings()).samples
     assert [(s.file, s.caption) for s in samples] == [
         ("00000-a-row-00000000.png", "b"),
         ("00001-B-row-00000000.png", "a"),
@@ -271,7 +271,7 @@ def test_metadata_fields_are_chosen_like_columns(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(_png(1))
     line = {"file_name": "a.png", "text": "no", "en": "yes", "kind": "glass"}
     (tmp_path / "metadata.jsonl").write_text(json.dumps(line))
-    data = open_dataset(tmp_path, _settings(columns={"caption": "en", "category": "kind"}))
+    data = build_dataset(tmp_path, _settings(columns={"caption": "en", "category": "kind"}))
     assert (data.samples[0].caption, data.samples[0].category) == ("yes", "glass")
     assert open_folder(str(tmp_path), Columns(), {}) == tmp_path
 

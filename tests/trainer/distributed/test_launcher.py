@@ -21,8 +21,13 @@ from kubelora_trainer.distributed.launcher import (
     launch,
     sentence_of,
 )
-from kubelora_trainer.distributed.topology import LOOPBACK, Layout, Seat, layout_of
-from kubelora_trainer.utils.errors import ConfigurationError, Interrupted, NumericalError, PeerLost
+from kubelora_trainer.distributed.topology import LOOPBACK, NodeTopology, RankInfo, node_topology
+from kubelora_trainer.utils.errors import (
+    ConfigurationError,
+    InterruptedRunError,
+    NumericalError,
+    PeerLostError,
+)
 from kubelora_trainer.utils.signals import StopRequest
 from tests.trainer.fixtures.processes import ended_by
 
@@ -34,7 +39,7 @@ def deadline(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-TWO = Layout(nodes=1, node=0, ranks_per_node=2, address=LOOPBACK, port=0)
+TWO = NodeTopology(nodes=1, node=0, ranks_per_node=2, address=LOOPBACK, port=0)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +73,8 @@ def test_what_is_said_of_a_rank_that_was_killed() -> None:
     assert "memory ran out" in sentence_of(RankEnd(1, -9), 4)
 
 
-def _end_as(codes: list[type[Exception] | None], seat: Seat, stop: StopRequest) -> None:
-    kind = codes[seat.rank]
+def _end_as(codes: list[type[Exception] | None], rank_info: RankInfo, stop: StopRequest) -> None:
+    kind = codes[rank_info.rank]
     if kind is not None:
         raise kind("for a reason")
 
@@ -78,9 +83,9 @@ def _end_as(codes: list[type[Exception] | None], seat: Seat, stop: StopRequest) 
     ("raised", "codes"),
     [
         ([None, None], {0: 0, 1: 0}),
-        ([ConfigurationError, PeerLost], {0: 2, 1: 4}),
-        ([PeerLost, NumericalError], {0: 4, 1: 3}),
-        ([Interrupted, Interrupted], {0: 75, 1: 75}),
+        ([ConfigurationError, PeerLostError], {0: 2, 1: 4}),
+        ([PeerLostError, NumericalError], {0: 4, 1: 3}),
+        ([InterruptedRunError, InterruptedRunError], {0: 75, 1: 75}),
         ([None, ZeroDivisionError], {0: 0, 1: 1}),
     ],
 )
@@ -96,9 +101,9 @@ def test_a_ranks_last_sentence_names_the_rank(capfd: pytest.CaptureFixture[str])
     assert "rank 1: error: for a reason" in capfd.readouterr().err
 
 
-def _hang(folder: Path, seat: Seat, stop: StopRequest) -> None:
+def _hang(folder: Path, rank_info: RankInfo, stop: StopRequest) -> None:
     """Rank 1 fails; rank 0 notices nothing, as one that waits for a GPU."""
-    if seat.rank == 1:
+    if rank_info.rank == 1:
         raise NumericalError("for a reason")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / "alive").touch()
@@ -112,8 +117,8 @@ def test_a_rank_that_notices_nothing_is_killed_and_is_not_the_cause(tmp_path: Pa
     assert exit_code_of(deciding(ends)) == 3
 
 
-def _stuck_after_the_end(seat: Seat, stop: StopRequest) -> None:
-    if seat.rank == 1:
+def _stuck_after_the_end(rank_info: RankInfo, stop: StopRequest) -> None:
+    if rank_info.rank == 1:
         time.sleep(600)
 
 
@@ -123,12 +128,12 @@ def test_a_rank_that_does_not_end_with_rank_0_is_ended_and_changes_nothing() -> 
     assert exit_code_of(deciding(ends)) == 0
 
 
-def _until_stopped(wait_for: Callable[[int], bool], seat: Seat, stop: StopRequest) -> None:
+def _until_stopped(wait_for: Callable[[int], bool], rank_info: RankInfo, stop: StopRequest) -> None:
     while not stop.requested:
-        if wait_for(seat.rank):
+        if wait_for(rank_info.rank):
             return
         time.sleep(0.01)
-    raise Interrupted("stopped")
+    raise InterruptedRunError("stopped")
 
 
 def test_a_stop_reaches_every_rank() -> None:
@@ -142,10 +147,10 @@ def test_a_stop_reaches_every_rank() -> None:
     assert {end.code for end in ends} == {ExitCode.INTERRUPTED}
 
 
-def _one_is_interrupted(seat: Seat, stop: StopRequest) -> None:
-    if seat.rank == 1:
-        raise Interrupted("alone")
-    _until_stopped(lambda rank: False, seat, stop)
+def _one_is_interrupted(rank_info: RankInfo, stop: StopRequest) -> None:
+    if rank_info.rank == 1:
+        raise InterruptedRunError("alone")
+    _until_stopped(lambda rank: False, rank_info, stop)
 
 
 def test_the_interruption_of_one_rank_stops_the_others_in_order() -> None:
@@ -153,12 +158,14 @@ def test_the_interruption_of_one_rank_stops_the_others_in_order() -> None:
     assert {end.rank: end.code for end in ends} == {0: 75, 1: 75}
 
 
-def _tell_place(folder: Path, seat: Seat, stop: StopRequest) -> None:
-    (folder / f"{seat.rank}").write_text(f"{seat.local_rank} {seat.size} {os.getpid()}")
+def _tell_place(folder: Path, rank_info: RankInfo, stop: StopRequest) -> None:
+    (folder / f"{rank_info.rank}").write_text(
+        f"{rank_info.local_rank} {rank_info.size} {os.getpid()}"
+    )
 
 
 def test_ranks_are_numbered_through_all_nodes(tmp_path: Path) -> None:
-    second = Layout(nodes=2, node=1, ranks_per_node=2, address="first", port=29400)
+    second = NodeTopology(nodes=2, node=1, ranks_per_node=2, address="first", port=29400)
     ends = launch(partial(_tell_place, tmp_path), second, lambda: False, start_method="fork")
     assert sorted(end.rank for end in ends) == [2, 3]
     assert (tmp_path / "2").read_text().split()[:2] == ["0", "4"]
@@ -166,13 +173,13 @@ def test_ranks_are_numbered_through_all_nodes(tmp_path: Path) -> None:
 
 
 def test_a_node_has_a_rank_per_gpu_and_at_least_one() -> None:
-    assert layout_of(Workers(gpus_per_node=0), {}).size == 1
-    assert layout_of(Workers(gpus_per_node=1), {}).size == 1
-    four = layout_of(Workers(gpus_per_node=4), {"MASTER_ADDR": "elsewhere"})
+    assert node_topology(Workers(gpus_per_node=0), {}).size == 1
+    assert node_topology(Workers(gpus_per_node=1), {}).size == 1
+    four = node_topology(Workers(gpus_per_node=4), {"MASTER_ADDR": "elsewhere"})
     assert (four.size, four.node, four.address) == (4, 0, "127.0.0.1")
     pods = Workers(nodes=3, gpus_per_node=2)
-    seen = layout_of(pods, {"MASTER_ADDR": "job-0.job", "JOB_COMPLETION_INDEX": "2"})
-    assert seen == Layout(nodes=3, node=2, ranks_per_node=2, address="job-0.job", port=29400)
+    seen = node_topology(pods, {"MASTER_ADDR": "job-0.job", "JOB_COMPLETION_INDEX": "2"})
+    assert seen == NodeTopology(nodes=3, node=2, ranks_per_node=2, address="job-0.job", port=29400)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +198,7 @@ def test_several_nodes_without_a_meeting_place_are_refused(
     environment: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        layout_of(Workers(nodes=2), environment)
+        node_topology(Workers(nodes=2), environment)
 
 
 def test_the_launcher_ends_with_its_children_when_it_is_killed(tmp_path: Path) -> None:
@@ -207,9 +214,9 @@ def test_the_launcher_ends_with_its_children_when_it_is_killed(tmp_path: Path) -
     _until(lambda: not any(_alive(int(path.read_text())) for path in ranks))
 
 
-def _write_and_wait(folder: Path, seat: Seat, stop: StopRequest) -> None:
+def _write_and_wait(folder: Path, rank_info: RankInfo, stop: StopRequest) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    (folder / f"pid{seat.rank}").write_text(str(os.getpid()))
+    (folder / f"pid{rank_info.rank}").write_text(str(os.getpid()))
     while True:
         time.sleep(0.05)
 
@@ -237,11 +244,11 @@ def test_ranks_are_started_before_their_meeting_place_has_threads(
     """A fork while one of them looks up a name leaves the C library's lock taken for ever."""
     started: list[int] = []
 
-    def counting(*arguments: Any, **named: Any) -> Any:
+    def log_progress(*arguments: Any, **named: Any) -> Any:
         started.append(threads())
         return start_processes(*arguments, **named)
 
-    monkeypatch.setattr("kubelora_trainer.distributed.launcher.start_processes", counting)
+    monkeypatch.setattr("kubelora_trainer.distributed.launcher.start_processes", log_progress)
     before = threads()
     launch(nothing, TWO, lambda: False, start_method="fork")
     assert started == [before]
@@ -252,5 +259,5 @@ def threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def nothing(seat: Seat, stop: object) -> None:
+def nothing(rank_info: RankInfo, stop: object) -> None:
     """A rank that is done at once."""

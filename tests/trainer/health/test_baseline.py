@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kubelora_trainer.health.baseline import open_baseline
+from kubelora_trainer.health.baseline import load_baseline
 from kubelora_trainer.utils.errors import ConfigurationError
 from tests.trainer.fixtures.engine import Engine
 
@@ -77,7 +77,7 @@ def test_a_run_under_way_serves_as_baseline_too(good: Path, tmp_path: Path) -> N
     engine = Engine(tmp_path / "under way", **STEPS)
     engine.train(micro_steps=200)
     engine.folder.write_manifest("Interrupted")
-    baseline = open_baseline(
+    baseline = load_baseline(
         "pvc://a/b", tmp_path / "under way", engine.job.document(), {}, "draws 0", 96
     )
     assert baseline.envelope is not None
@@ -88,7 +88,7 @@ def test_a_run_under_way_serves_as_baseline_too(good: Path, tmp_path: Path) -> N
 
 def test_settings_versions_and_data_that_differ_are_told(good: Path, tmp_path: Path) -> None:
     engine = Engine(tmp_path, **(STEPS | {"schedule": {"name": "cosine"}}))
-    baseline = open_baseline(
+    baseline = load_baseline(
         "pvc://a/good", good, engine.job.document(), {"torch": "9.9"}, "other", 96
     )
     differences = {d.field: (d.here, d.there) for d in baseline.record.differences}
@@ -103,7 +103,7 @@ def test_with_another_rank_batch_or_accumulation_norms_are_not_compared(
     good: Path, tmp_path: Path
 ) -> None:
     engine = Engine(tmp_path, **(STEPS | {"gradientAccumulation": 2}))
-    baseline = open_baseline("pvc://a/good", good, engine.job.document(), {}, "draws 0", 96)
+    baseline = load_baseline("pvc://a/good", good, engine.job.document(), {}, "draws 0", 96)
     assert baseline.envelope is None
     assert baseline.told()[-1] == (
         "  gradient norms are not compared: training.gradientAccumulation differ, and norms with "
@@ -131,7 +131,7 @@ def test_norms_are_compared_where_length_and_layers_are_alike(
     steps = settings.get("steps", 96)
     job["spec"]["training"]["steps"] = steps
     job["spec"].setdefault("adapter", {}).update(settings.get("adapter", {}))
-    baseline = open_baseline("pvc://a/good", good, job, {}, "draws 0", steps)
+    baseline = load_baseline("pvc://a/good", good, job, {}, "draws 0", steps)
     assert (baseline.envelope is not None) == compared
     assert bool(baseline.record.not_compared) != compared
 
@@ -143,7 +143,7 @@ def test_a_damaged_baseline_is_told_with_the_field_that_names_it(
     place = shutil.copytree(good, tmp_path / "place")
     (place / damaged).write_bytes((place / damaged).read_bytes()[:100])
     with pytest.raises(ConfigurationError, match=r"health\.baseline.*leave health\.baseline out"):
-        open_baseline("x", place, {}, {}, "", 96)
+        load_baseline("x", place, {}, {}, "", 96)
 
 
 @pytest.mark.parametrize("left", ["nothing", "no log"])
@@ -156,10 +156,10 @@ def test_what_is_no_run_is_refused_and_a_run_without_log_only_compared_by_settin
         with pytest.raises(
             ConfigurationError, match=r"health\.baseline x: no manifest\.json there"
         ):
-            open_baseline("x", place, {}, {}, "", 96)
+            load_baseline("x", place, {}, {}, "", 96)
         return
     shutil.copy(good / "manifest.json", place)
-    told = open_baseline(
+    told = load_baseline(
         "x", place, json.loads((good / "manifest.json").read_text())["job"], {}, "", 96
     )
     assert told.record.not_compared == "it has no groups.parquet"

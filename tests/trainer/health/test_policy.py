@@ -13,11 +13,11 @@ from kubelora_api.spec import Health
 from kubelora_api.status import Finding
 from kubelora_trainer.checkpoint.checkpointer import surplus
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint, list_checkpoints
-from kubelora_trainer.health.policy import RollbackDue, verdict_on
+from kubelora_trainer.health.policy import RollbackRequiredError, verdict_on
 from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.storage.run_record import Rollback
-from kubelora_trainer.training.loop import MicroBatch
-from kubelora_trainer.utils.errors import HeldByPolicy, NumericalError, PolicyFailure
+from kubelora_trainer.training.loop import MicroBatchOutput
+from kubelora_trainer.utils.errors import NumericalError, PolicyError, SuspendedByPolicyError
 from tests.trainer.fixtures.engine import Engine, Loss
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -33,7 +33,7 @@ def broken_at(engine: Engine, *micro_steps: int) -> list[int]:
     """Make the data of some micro-steps give a NaN loss; returns the list of those asked for."""
     objective, asked = engine.parts.objective, []
 
-    def broken(micro_step: int) -> MicroBatch:
+    def broken(micro_step: int) -> MicroBatchOutput:
         asked.append(micro_step)
         loss = objective(micro_step)
         return Loss(loss.loss_sum * math.nan, 1) if micro_step in micro_steps else loss
@@ -43,32 +43,32 @@ def broken_at(engine: Engine, *micro_steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "gone_back", "due", "code"),
+    ("policy", "went_back", "due", "code"),
     [
-        ("Fail", None, PolicyFailure, 3),
-        ("Suspend", None, HeldByPolicy, 5),
-        ("Rollback", WENT_BACK, PolicyFailure, 3),
+        ("Fail", None, PolicyError, 3),
+        ("Suspend", None, SuspendedByPolicyError, 5),
+        ("Rollback", WENT_BACK, PolicyError, 3),
     ],
 )
 def test_a_finding_ends_the_run_as_the_policy_says(
-    policy: str, gone_back: Rollback | None, due: type[Exception], code: int
+    policy: str, went_back: Rollback | None, due: type[Exception], code: int
 ) -> None:
-    ended = verdict_on(FINDING, Health.model_validate({"policy": policy}), gone_back)
+    ended = verdict_on(FINDING, Health.model_validate({"policy": policy}), went_back)
     assert type(ended) is due
-    assert isinstance(ended, PolicyFailure | HeldByPolicy)
+    assert isinstance(ended, PolicyError | SuspendedByPolicyError)
     assert ended.exit_code == code
     assert str(ended).startswith("UpdatesLost in down.lora_A since step 8: Do X (health.policy")
 
 
 def test_warn_trains_on_and_rollback_goes_back_the_first_time() -> None:
     assert verdict_on(FINDING, Health(), None) is None
-    assert isinstance(verdict_on(FINDING, Health(policy="Rollback"), None), RollbackDue)
+    assert isinstance(verdict_on(FINDING, Health(policy="Rollback"), None), RollbackRequiredError)
 
 
 def test_suspend_saves_a_checkpoint_and_going_on_accepts_what_was_found(tmp_path: Path) -> None:
     policy = Health(policy="Suspend")
     first = Engine(tmp_path, precision=LOSSY, policy=policy, steps=14, learningRate=1e-6)
-    with pytest.raises(HeldByPolicy, match=r"UpdatesLost in .* since step 8") as held:
+    with pytest.raises(SuspendedByPolicyError, match=r"UpdatesLost in .* since step 8") as held:
         first.train()
     assert held.value.exit_code == ExitCode.HELD
     # Found in step 8's numbers, which are read when the window of step 9 is full.
@@ -86,7 +86,9 @@ def test_suspend_holds_a_gradient_that_is_not_finite_too_each_time(tmp_path: Pat
     for step in (3, 5):
         engine = Engine(tmp_path, policy=policy)
         broken_at(engine, 7, 13)  # in the windows of steps 3 and 5
-        with pytest.raises(HeldByPolicy, match=rf"GradientNonFinite .* since step {step}"):
+        with pytest.raises(
+            SuspendedByPolicyError, match=rf"GradientNonFinite .* since step {step}"
+        ):
             engine.train()
         assert engine.buffers.masters.isfinite().all()
     last = Engine(tmp_path, policy=policy)
@@ -146,7 +148,7 @@ def test_a_second_critical_finding_fails_also_in_a_later_process(tmp_path: Path)
     second = Engine(tmp_path, policy=policy)
     assert second.position.rollback is not None
     asked = broken_at(second, 19)
-    with pytest.raises(PolicyFailure, match=r"already went back to step 3 .*GradientNonFinite"):
+    with pytest.raises(PolicyError, match=r"already went back to step 3 .*GradientNonFinite"):
         second.train(every=1)
     assert asked[0] == 17
 
@@ -168,7 +170,7 @@ def test_a_run_cut_after_its_rollback_ends_with_the_same_bits(tmp_path: Path) ->
 def test_without_a_checkpoint_from_before_the_run_fails_with_a_sentence(tmp_path: Path) -> None:
     engine = Engine(tmp_path, policy=Health(policy="Rollback"))
     broken_at(engine, 10)
-    with pytest.raises(PolicyFailure, match="no checkpoint from before step 4 is left"):
+    with pytest.raises(PolicyError, match="no checkpoint from before step 4 is left"):
         engine.train(every=100)
 
 
@@ -177,7 +179,7 @@ def test_a_fault_that_shows_late_goes_back_to_before_its_first_value(tmp_path: P
     # but the newest would be gone; the policy spares them.
     policy = Health(policy="Rollback")
     engine = Engine(tmp_path, precision=LOSSY, policy=policy, keep=1, steps=20, learningRate=1e-6)
-    with pytest.raises(PolicyFailure, match="already went back to step"):
+    with pytest.raises(PolicyError, match="already went back to step"):
         engine.train(every=1)
     rolled = json.loads((engine.saved[-1].path / "checkpoint.json").read_text())["rollback"]
     assert (rolled["found_at"], rolled["back_to"]) == (8, 3)

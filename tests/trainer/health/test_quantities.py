@@ -151,7 +151,12 @@ def test_zeros_of_lora_a_are_not_judged_where_dropout_leaves_columns_without_inp
 
 def test_the_identity_is_judged_where_its_products_have_four_numbers_or_more() -> None:
     # Sums of squared ranks: one module of rank 1, three of them, four of them, one of rank 2.
-    for ranks, judged in (((1,), False), ((1, 1, 1), False), ((1, 1, 1, 1), True), ((2,), True)):
+    for ranks, judged in (
+        ((1,), False),
+        ((1, 1, 1), False),
+        ((1, 1, 1, 1), True),
+        ((2,), True),
+    ):
         factors = tuple(
             FactorFacts(group, 100, False, rank=rank)
             for group in ("down.lora_A", "down.lora_B")

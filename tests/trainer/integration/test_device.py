@@ -24,9 +24,9 @@ from kubelora_api.documents import parse_job
 from kubelora_api.spec import Adapter
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.data.dataset import open_dataset
-from kubelora_trainer.distributed.process_group import Exchanged
-from kubelora_trainer.distributed.reduce_payload import Asked
+from kubelora_trainer.data.dataset import build_dataset
+from kubelora_trainer.distributed.process_group import ReducedWindow
+from kubelora_trainer.distributed.reduce_payload import ControlFlags
 from kubelora_trainer.health.startup_checks import ReachedModules
 from kubelora_trainer.lora.adapter import AdapterModule
 from kubelora_trainer.models.pipeline import BaseModel
@@ -36,9 +36,9 @@ from kubelora_trainer.telemetry import counters as window_counts
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
 from kubelora_trainer.training.context import Run, RunOptions
 from kubelora_trainer.training.loop import Parts, accumulate_window, take_step
-from kubelora_trainer.training.plan import plan_of
-from kubelora_trainer.training.setup import Material, add_adapters
-from kubelora_trainer.training.train_state import open_learner
+from kubelora_trainer.training.plan import build_plan
+from kubelora_trainer.training.setup import TrainingInputs, add_adapters
+from kubelora_trainer.training.train_state import build_train_state
 from kubelora_trainer.utils.signals import StopRequest
 from tests.trainer.fixtures.jobs import open_base
 
@@ -162,7 +162,7 @@ class Rig:
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         at = accumulate_window(self.parts, self.position, reached, lambda: False)
-        alone = Exchanged(at, Asked(stop=False), float("nan"))
+        alone = ReducedWindow(at, ControlFlags(stop=False), float("nan"))
         self.pending, self.position = take_step(self.parts, alone)
 
 
@@ -184,22 +184,22 @@ def rig(demo: DemoPaths, base: BaseModel, spec: dict[str, dict[str, object]]) ->
     job = parse_job(document, local=True)
     options = RunOptions({}, None, None, None, "")
     run = Run(job, options, StopRequest(), Console(quiet=True))
-    photos = open_dataset(demo.photos, job.spec.dataset)
+    photos = build_dataset(demo.photos, job.spec.dataset)
     modules = adapter_on_cuda(base, job.spec.adapter)
     objective = SdxlObjective(base, photos, job.spec)
-    material = Material(base, modules, photos, objective)
-    learner = open_learner(run, material)
+    inputs = TrainingInputs(base, modules, photos, objective)
+    state = build_train_state(run, inputs)
     parts: Any = Parts(
         training=job.spec.training,
-        plan=plan_of(job.spec.training, objective.order),
-        objective=learner.categories.watching(objective, objective.order),
-        buffers=learner.buffers,
-        optimizer=learner.optimizer,
-        telemetry=learner.telemetry,
+        plan=build_plan(job.spec.training, objective.order),
+        objective=state.categories.watching(objective, objective.order),
+        buffers=state.buffers,
+        optimizer=state.optimizer,
+        telemetry=state.telemetry,
         reporter=None,  # type: ignore[arg-type]
-        average=learner.average,
-        categories=learner.categories,
-        scaler=learner.scaler,
+        average=state.average,
+        categories=state.categories,
+        scaler=state.scaler,
     )
     no_loss = torch.zeros((), dtype=torch.float64, device=CUDA)
     return Rig(objective, parts, RunPosition(window_loss=no_loss))

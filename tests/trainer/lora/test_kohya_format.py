@@ -16,7 +16,7 @@ from kubelora_api.spec import Adapter
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.export.verify_unet import probe, verify_export
 from kubelora_trainer.export.writers import (
-    DTYPES,
+    EXPORT_DTYPES,
     Title,
     dtype_that_holds,
     export_diffusers,
@@ -130,7 +130,7 @@ def test_both_files_give_the_trained_output_on_sdxls_topology(
     full_demo: DemoPaths, tmp_path: Path, dtype: str
 ) -> None:
     """Ranks and alphas differ between layers, alpha from rank; embeddings are adapted too."""
-    kind = DTYPES[dtype]  # type: ignore[index]
+    kind = EXPORT_DTYPES[dtype]  # type: ignore[index]
     unet, layers = _trained(full_demo.model, UNEVEN)
     files = [
         export_diffusers(unet, layers, tmp_path, dtype=kind).path,

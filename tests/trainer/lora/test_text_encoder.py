@@ -12,7 +12,7 @@ from torch import nn
 from kubelora_api.spec import Adapter
 from kubelora_api.types import TextEncoder
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.data.dataset import open_dataset
+from kubelora_trainer.data.dataset import build_dataset
 from kubelora_trainer.export.verify_text_encoders import probe_text, verify_text_encoders
 from kubelora_trainer.export.verify_unet import probe, verify_export
 from kubelora_trainer.export.writers import Title, export_diffusers, export_kohya
@@ -21,7 +21,7 @@ from kubelora_trainer.lora.init_from_lora import warm_start
 from kubelora_trainer.lora.kohya_format import read_kohya
 from kubelora_trainer.models.pipeline import BaseModel, load_text_encoder
 from kubelora_trainer.models.sgm_keys import Part
-from kubelora_trainer.objective.embedding_cache import open_cache
+from kubelora_trainer.objective.embedding_cache import build_cache
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective
 from kubelora_trainer.objective.text_embeddings import encode_text
 from kubelora_trainer.training.setup import add_adapters
@@ -155,9 +155,9 @@ def test_text_is_encoded_anew_each_time_and_never_cached(demo: DemoPaths, tmp_pa
     base, modules = adapted(demo.model, Adapter(rank=2, text_encoders=BOTH))
     spec = job_spec(dataset={"crop": "center"})
     spec = spec.model_copy(update={"adapter": Adapter(rank=2, text_encoders=BOTH)})
-    data = open_dataset(demo.photos, spec.dataset)
+    data = build_dataset(demo.photos, spec.dataset)
     said: list[str] = []
-    cache = open_cache(tmp_path, base, data, said.append, text_trained=True)
+    cache = build_cache(tmp_path, base, data, said.append, text_trained=True)
     assert cache.text is None
     assert cache.latents is not None
     assert any("text is not cached, for what encodes it is trained" in line for line in said)

@@ -13,14 +13,14 @@ from PIL import Image
 
 from kubelora_api import dataset_spec
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.data.dataset import Dataset, open_dataset
+from kubelora_trainer.data.dataset import ImageDataset, build_dataset
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective import latents
 from kubelora_trainer.objective import text_embeddings as text
-from kubelora_trainer.objective.embedding_cache import open_cache
+from kubelora_trainer.objective.embedding_cache import build_cache
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective
 from kubelora_trainer.objective.tensor_store import TensorStore, key_of, module_digest
-from kubelora_trainer.utils.errors import Interrupted
+from kubelora_trainer.utils.errors import InterruptedRunError
 from tests.trainer.fixtures.jobs import job_spec, open_base
 from tests.trainer.integration.test_interruption import adapter, arguments, in_this_process
 
@@ -62,18 +62,18 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     return counted
 
 
-def _open(photos: Path, **settings: object) -> Dataset:
+def _open(photos: Path, **settings: object) -> ImageDataset:
     document: dict[str, Any] = {"uri": "x", "resolution": 64, **CENTERED, **settings}
-    return open_dataset(photos, dataset_spec.Dataset.model_validate(document))
+    return build_dataset(photos, dataset_spec.Dataset.model_validate(document))
 
 
-def _objective(base: BaseModel, data: Dataset, folder: Path, said: list[str]) -> SdxlObjective:
+def _objective(base: BaseModel, data: ImageDataset, folder: Path, said: list[str]) -> SdxlObjective:
     folder.mkdir(exist_ok=True)
-    cache = open_cache(folder, base, data, said.append)
+    cache = build_cache(folder, base, data, said.append)
     return SdxlObjective(base, data, job_spec({"batchSize": 2}), cache)
 
 
-def _fill(base: BaseModel, data: Dataset, folder: Path, said: list[str] | None = None) -> None:
+def _fill(base: BaseModel, data: ImageDataset, folder: Path, said: list[str] | None = None) -> None:
     objective = _objective(base, data, folder, said if said is not None else [])
     objective.fill_cache(lambda: False, lambda done, total: None)
     objective.close()
@@ -158,7 +158,7 @@ def test_filling_is_interruptible_and_goes_on_where_it_was(
     data = _open(photos)
     objective = _objective(base, data, tmp_path / "cache", [])
     told: list[tuple[int, int]] = []
-    with pytest.raises(Interrupted, match="11 of 17 entries are kept"):
+    with pytest.raises(InterruptedRunError, match="11 of 17 entries are kept"):
         objective.fill_cache(lambda: len(told) == 11, lambda *numbers: told.append(numbers))
     objective.close()
     assert told == [(n, 17) for n in range(1, 12)]

@@ -12,10 +12,10 @@ from kubelora_api import dataset_spec
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size
 from kubelora_trainer.data.cropping import cut_image
-from kubelora_trainer.data.dataset import Dataset, open_dataset
+from kubelora_trainer.data.dataset import ImageDataset, build_dataset
 from kubelora_trainer.data.images import BadImageError, Conversion, decode_image
 from kubelora_trainer.models.pipeline import BaseModel
-from kubelora_trainer.objective.embedding_cache import open_cache
+from kubelora_trainer.objective.embedding_cache import build_cache
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective
 from tests.trainer.fixtures.jobs import job_spec, open_base
 
@@ -106,9 +106,9 @@ def _photos(folder: Path) -> Path:
     return folder
 
 
-def _open(folder: Path, **settings: object) -> Dataset:
+def _open(folder: Path, **settings: object) -> ImageDataset:
     document = {"uri": "x", "resolution": 64, "crop": "center", **settings}
-    return open_dataset(folder, dataset_spec.Dataset.model_validate(document))
+    return build_dataset(folder, dataset_spec.Dataset.model_validate(document))
 
 
 def test_only_opaque_parts_have_a_gradient_and_an_opaque_image_is_trained_on_as_ever(
@@ -160,11 +160,11 @@ def test_a_cache_carries_the_masks(base: BaseModel, tmp_path: Path) -> None:
     spec = job_spec({"batchSize": 2})
     for settings in ({}, {"alpha": "mask"}):
         data = _open(photos, flip=1.0, **settings)
-        filled = SdxlObjective(base, data, spec, open_cache(folder, base, data, lambda _: None))
+        filled = SdxlObjective(base, data, spec, build_cache(folder, base, data, lambda _: None))
         filled.fill_cache(lambda: False, lambda done, total: None)
         filled.close()
     data = _open(photos, flip=1.0, alpha="mask")
-    cached = SdxlObjective(base, data, spec, open_cache(folder, base, data, lambda _: None))
+    cached = SdxlObjective(base, data, spec, build_cache(folder, base, data, lambda _: None))
     plain = SdxlObjective(base, data, spec)
     for step in range(2):  # the second time from memory
         found, expected = cached.batch(step).masks, plain.batch(step).masks

@@ -13,12 +13,12 @@ from kubelora_api.schema import JsonObject
 from kubelora_api.training_spec import Optimizer, OptimizerName, Training
 from kubelora_trainer.health.startup_checks import check_resumed
 from kubelora_trainer.optim.base import AdapterOptimizer
-from kubelora_trainer.optim.build import open_optimizer, rate_warning
+from kubelora_trainer.optim.build import build_optimizer, rate_warning
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
 from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
 from kubelora_trainer.telemetry.step_metrics import GROUP_FIELDS, StepNumbers
-from kubelora_trainer.training.loop import MicroBatch
+from kubelora_trainer.training.loop import MicroBatchOutput
 from kubelora_trainer.utils.errors import ConfigurationError, NumericalError
 from tests.trainer.fixtures.engine import Engine, Loss
 
@@ -63,7 +63,7 @@ def compare(spec: Optimizer, update: Update, rate: float, *, rtol: float = 1e-5)
     buffers = buffers_of()
     grads = gradients(6, buffers.numel)
     started = buffers.masters.double()
-    run(buffers, open_optimizer(buffers, spec), grads, rate)
+    run(buffers, build_optimizer(buffers, spec), grads, rate)
     for slot in buffers.slots:
         expected = update(slot.of(started).clone(), [slot.of(g).double() for g in grads])
         found = slot.of(buffers.masters).double()
@@ -142,7 +142,7 @@ def test_prodigy_finds_its_rate_by_mishchenkos_algorithm() -> None:
         found = r / float(s.abs().sum())
         d = max(d, found)
         p = p - rate * m / (v.sqrt() + d * 1e-8)
-    optimizer = open_optimizer(buffers, Optimizer(name="prodigy", initial_rate=d0))
+    optimizer = build_optimizer(buffers, Optimizer(name="prodigy", initial_rate=d0))
     run(buffers, optimizer, grads, 1.0)
     torch.testing.assert_close(buffers.masters.double(), p, rtol=1e-5, atol=1e-6)
     assert optimizer.scalars()["groups"][0]["d"] == pytest.approx(d, rel=1e-4)
@@ -154,8 +154,8 @@ def test_eight_bits_of_state_stay_near_adamw() -> None:
     buffers, exact = buffers_of(), buffers_of()
     grads = gradients(20, buffers.numel)
     started = buffers.masters.clone()
-    optimizer = open_optimizer(buffers, Optimizer(name="adamw8bit", weight_decay=0.0))
-    reference = open_optimizer(exact, Optimizer(weight_decay=0.0))
+    optimizer = build_optimizer(buffers, Optimizer(name="adamw8bit", weight_decay=0.0))
+    reference = build_optimizer(exact, Optimizer(weight_decay=0.0))
     run(buffers, optimizer, grads[:1], 1e-2)
     torch.testing.assert_close(started - buffers.masters, 1e-2 * grads[0].sign(), atol=1e-4, rtol=0)
     run(exact, reference, grads[:1], 1e-2)
@@ -171,7 +171,7 @@ def test_eight_bits_of_state_stay_near_adamw() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_that_is_not_finite_moves_neither_weight_nor_state(name: OptimizerName) -> None:
     buffers = buffers_of()
-    optimizer = open_optimizer(buffers, Optimizer(name=name))
+    optimizer = build_optimizer(buffers, Optimizer(name=name))
     first, second = gradients(2, buffers.numel)
     run(buffers, optimizer, [first], 1e-2)
     weights = buffers.masters.clone()
@@ -194,8 +194,8 @@ def test_a_factors_own_rate_is_a_multiple_of_the_schedules(name: OptimizerName) 
     started = plain.masters.clone()
     grads = gradients(1, plain.numel)
     spec = Optimizer(name=name, weight_decay=0.0)
-    run(plain, open_optimizer(plain, spec), grads, 1e-2)
-    run(scaled, open_optimizer(scaled, spec, [0.25, 1.0, 4.0]), grads, 1e-2)
+    run(plain, build_optimizer(plain, spec), grads, 1e-2)
+    run(scaled, build_optimizer(scaled, spec, [0.25, 1.0, 4.0]), grads, 1e-2)
     for slot, scale in zip(plain.slots, (0.25, 1.0, 4.0), strict=True):
         once = slot.of(plain.masters) - slot.of(started)
         often = slot.of(scaled.masters) - slot.of(started)
@@ -206,7 +206,7 @@ def test_a_factors_own_rate_is_a_multiple_of_the_schedules(name: OptimizerName) 
 @pytest.mark.parametrize("name", NAMES)
 def test_state_is_told_as_large_as_it_is(name: OptimizerName, plan: PrecisionPlan) -> None:
     buffers = buffers_of(plan)
-    optimizer = open_optimizer(buffers, Optimizer(name=name))
+    optimizer = build_optimizer(buffers, Optimizer(name=name))
     run(buffers, optimizer, gradients(1, buffers.numel), 1e-2)
     counted = sum(t.nbytes for t in optimizer.tensors().values() if t.ndim)
     assert optimizer.state_bytes == counted
@@ -219,7 +219,7 @@ def test_moments_are_read_flat_where_they_are_kept_element_by_element() -> None:
     kept = {}
     for name in NAMES:
         buffers = buffers_of()
-        optimizer = open_optimizer(buffers, Optimizer(name=name))
+        optimizer = build_optimizer(buffers, Optimizer(name=name))
         first, second = optimizer.first_moment, optimizer.second_moment
         kept[name] = (first is not None, second is not None)
         (gradient,) = gradients(1, buffers.numel)
@@ -284,17 +284,17 @@ def test_a_checkpoint_without_the_optimizers_state_is_refused(
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_that_lacks_a_factor_or_a_number_does_not_fit(name: OptimizerName) -> None:
     buffers = buffers_of()
-    trained = open_optimizer(buffers, Optimizer(name=name))
+    trained = build_optimizer(buffers, Optimizer(name=name))
     run(buffers, trained, gradients(2, buffers.numel), 1e-2)
     tensors, scalars = trained.tensors(), trained.scalars()
     lacking = {n: t for n, t in tensors.items() if n.startswith("up.b.lora_A/") or "/" not in n}
     lacking.pop("second_moment", None)
     with pytest.raises(ValueError, match="is missing"):
-        open_optimizer(buffers_of(), Optimizer(name=name)).load(lacking, scalars)
+        build_optimizer(buffers_of(), Optimizer(name=name)).load(lacking, scalars)
     if name == "prodigy":
         without = {**scalars, "groups": [{"d": 1e-6}]}
         with pytest.raises(ValueError, match="the parameter group's d_max is missing"):
-            open_optimizer(buffers_of(), Optimizer(name=name)).load(tensors, without)
+            build_optimizer(buffers_of(), Optimizer(name=name)).load(tensors, without)
 
 
 def test_steps_that_the_loss_scaler_left_out_are_not_expected_of_the_optimizer(
@@ -304,7 +304,7 @@ def test_steps_that_the_loss_scaler_left_out_are_not_expected_of_the_optimizer(
     first = Engine(tmp_path, precision=fp16)
     real, poisoned = first.parts.objective, 4  # in the second of six windows
 
-    def objective(micro_step: int) -> MicroBatch:
+    def objective(micro_step: int) -> MicroBatchOutput:
         batch = real(micro_step)
         return Loss(batch.loss_sum * (1e6 if micro_step == poisoned else 1.0), batch.samples)
 
@@ -338,7 +338,7 @@ def test_the_watchdog_judges_a_run_of_every_optimizer(tmp_path: Path, name: Opti
     engine = Engine(tmp_path, rank=64, width=64, steps=12, optimizer={"name": name})
     engine.train()
     assert engine.reporter.watch.verdict == "Healthy"
-    assert "UpdatesLost" in engine.reporter.watch.judged
+    assert "UpdatesLost" in engine.reporter.watch.drain_reports
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -353,7 +353,7 @@ def test_weight_decay_leaves_magnitudes_alone(name: OptimizerName, shape: tuple[
     ]
     buffers = AdapterBuffers(factors, PLAN)
     before = buffers.masters.clone()
-    optimizer = open_optimizer(buffers, Optimizer(name=name, weight_decay=0.5))
+    optimizer = build_optimizer(buffers, Optimizer(name=name, weight_decay=0.5))
     buffers.by_factor(buffers.gradient)["a.lora_A"].fill_(1.0)
     optimizer.step(1.0 if name == "prodigy" else 1e-2, FINITE)
     now, was = buffers.by_factor(buffers.masters), buffers.by_factor(before)
@@ -370,7 +370,7 @@ def test_magnitudes_follow_their_gradient(name: OptimizerName) -> None:
         Factor("a", "down.lora_magnitude_vector", nn.Parameter(torch.full((6,), 1.5))),
     ]
     buffers = AdapterBuffers(factors, PLAN)
-    optimizer = open_optimizer(buffers, Optimizer(name=name))
+    optimizer = build_optimizer(buffers, Optimizer(name=name))
     rate = 1.0 if name == "prodigy" else 1e-4  # of which prodigy makes 1e-6
     run(buffers, optimizer, [torch.full((buffers.numel,), -1.0)] * 3, rate)
     found = buffers.by_factor(buffers.masters)["a.lora_magnitude_vector"]

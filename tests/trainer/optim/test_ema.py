@@ -10,10 +10,10 @@ from torch import nn
 
 from kubelora_api.training_spec import Average
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.optim.ema import MovingAverage, decay_at
+from kubelora_trainer.optim.ema import ExponentialMovingAverage, decay_at
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
 from kubelora_trainer.optim.precision import PrecisionPlan
-from kubelora_trainer.training.loop import MicroBatch
+from kubelora_trainer.training.loop import MicroBatchOutput
 from tests.trainer.fixtures.engine import Engine
 from tests.trainer.integration.test_interruption import arguments, in_this_process
 
@@ -27,7 +27,7 @@ def buffers_of(values: list[float], plan: PrecisionPlan) -> AdapterBuffers:
 
 def test_a_constant_decay_is_a_geometric_mean_of_the_past() -> None:
     buffers = buffers_of([0.0], PrecisionPlan(BF16, FP32, FP32))
-    average = MovingAverage(buffers, Average(enabled=True, decay=0.75, warmup=False))
+    average = ExponentialMovingAverage(buffers, Average(enabled=True, decay=0.75, warmup=False))
     for step, weight in enumerate([4.0, 8.0, 16.0]):
         buffers.masters.fill_(weight)
         average.update(step, FINITE)
@@ -39,7 +39,7 @@ def test_the_decay_warms_up_as_in_diffusers() -> None:
     weight = nn.Parameter(torch.tensor([1.0, -2.0]))
     theirs = EMAModel([weight], decay=0.4)
     buffers = buffers_of([1.0, -2.0], PrecisionPlan(FP32, FP32, FP32))
-    ours = MovingAverage(buffers, Average(enabled=True, decay=0.4))
+    ours = ExponentialMovingAverage(buffers, Average(enabled=True, decay=0.4))
     for step in range(12):
         weight.data.add_(torch.tensor([0.5, 0.25]) * (step + 1))
         buffers.masters.copy_(weight.data)
@@ -52,7 +52,7 @@ def test_the_decay_warms_up_as_in_diffusers() -> None:
 
 def test_a_step_that_moved_nothing_moves_no_average() -> None:
     buffers = buffers_of([1.0], PrecisionPlan(BF16, FP32, FP32))
-    average = MovingAverage(buffers, Average(enabled=True))
+    average = ExponentialMovingAverage(buffers, Average(enabled=True))
     buffers.masters.fill_(3.0)
     average.update(5, NOT_FINITE)
     assert float(average.weights) == 1.0
@@ -78,7 +78,7 @@ def test_a_run_averages_its_masters(tmp_path: Path) -> None:
     seen: list[torch.Tensor] = []
     objective = plain.parts.objective
 
-    def noting(micro_step: int) -> MicroBatch:
+    def noting(micro_step: int) -> MicroBatchOutput:
         if micro_step and micro_step % 3 == 0:  # a window of three is done
             seen.append(plain.buffers.masters.clone())
         return objective(micro_step)

@@ -42,7 +42,10 @@ class Steep:
 
 
 def test_scaling_by_a_power_of_two_changes_no_bit(tmp_path: Path) -> None:
-    plain, scaled = Engine(tmp_path / "a", precision=WHOLE), Engine(tmp_path / "b", precision=WHOLE)
+    plain, scaled = (
+        Engine(tmp_path / "a", precision=WHOLE),
+        Engine(tmp_path / "b", precision=WHOLE),
+    )
     scaled.parts = replace(scaled.parts, scaler=LossScaler(CPU, growth_steps=2))
     plain.train()
     scaled.train()

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from kubelora_api.documents import parse_job
 from kubelora_api.names import ExitCode
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.reporting.trackers import Tracking, open_tracking
+from kubelora_trainer.reporting.trackers import TrackerSet, build_trackers
 from kubelora_trainer.storage.output_dir import OutputFolder, claim_output
 from kubelora_trainer.telemetry.step_metrics import CategoryLoss, StepNumbers
 from tests.trainer.checkpoint.test_checkpointer import file_size_limit
@@ -205,7 +205,7 @@ def attempt(output: Path, resumed: int, steps: Sequence[int], shift: float) -> N
     document["spec"]["tracking"] = {"trackers": ["tensorboard", "wandb", "mlflow"]}
     folder = claim_output(output, parse_job(document), None, pytest.fail)
     assert isinstance(folder, OutputFolder)
-    tracking = open_tracking(folder, resumed, pytest.fail)
+    tracking = build_trackers(folder, resumed, pytest.fail)
     for step in steps:
         tracking.log(StepNumbers(step, 1e-4, step + shift, 1, 2.0, {}, [], []))
     tracking.finish(ExitCode.DONE)
@@ -295,7 +295,7 @@ def test_a_full_disk_leaves_tensorboard_out_and_ends_nothing(tracked: Path) -> N
     folder = claim_output(tracked, parse_job(document), None, pytest.fail)
     assert isinstance(folder, OutputFolder)
     said: list[str] = []
-    tracking = open_tracking(folder, 0, said.append)
+    tracking = build_trackers(folder, 0, said.append)
     image = tracked / "noise.png"
     Image.effect_noise((256, 256), 100).save(image)
     with file_size_limit(300_000):
@@ -346,7 +346,7 @@ class Working(Broken):
 def test_one_that_fails_on_the_way_is_dropped_and_the_others_go_on() -> None:
     said: list[str] = []
     broken, working = Broken(), Working()
-    tracking = Tracking({"wandb": broken, "mlflow": working}, said.append)
+    tracking = TrackerSet({"wandb": broken, "mlflow": working}, said.append)
     for step in (1, 2, 3):
         seen = {"cans": CategoryLoss(0.5, 1)} if step == 3 else {}
         numbers = StepNumbers(step, 1e-4, 0.7, 1, 2.0, {}, [], [], category_losses=seen)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.storage.input_fingerprints import assert_same_inputs
 from kubelora_trainer.storage.run_record import RunRecord
-from kubelora_trainer.training.hooks import Session
+from kubelora_trainer.training.hooks import RunHooks
 from kubelora_trainer.utils.errors import ConfigurationError
 from kubelora_trainer.utils.signals import StopRequest
 from tests.trainer.integration.test_interruption import arguments, in_this_process
@@ -23,7 +23,7 @@ STEPS = ("--set", "spec.training.steps=3")
 def _stopped_at_step_2(given: list[str]) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         reached: list[int] = []
-        patch.setattr(Session, "draw_if_due", lambda self, to: reached.append(to.step))
+        patch.setattr(RunHooks, "draw_if_due", lambda self, to: reached.append(to.step))
         patch.setattr(StopRequest, "requested", property(lambda self: 2 in reached))
         return in_this_process(given)
 

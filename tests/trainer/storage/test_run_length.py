@@ -11,7 +11,7 @@ import pytest
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.training_spec import Schedule, ScheduleName
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.health.baseline import compared_anew
+from kubelora_trainer.health.baseline import reset_comparison
 from kubelora_trainer.health.baseline_envelope import Passage
 from kubelora_trainer.health.watchdog import WatchState
 from kubelora_trainer.optim.lr_schedule import rate_share
@@ -197,6 +197,6 @@ def test_the_finished_log_of_a_run_that_goes_on_has_every_step_once(
 
 def test_progress_on_another_length_is_compared_with_the_baseline_anew() -> None:
     midway = WatchState(passage=Passage(bin=3, beyond={"down.lora_A": 1}))
-    assert compared_anew(midway, 100, 100) is midway
-    assert compared_anew(midway, None, 100) is midway
-    assert compared_anew(midway, 100, 200).passage == Passage()
+    assert reset_comparison(midway, 100, 100) is midway
+    assert reset_comparison(midway, None, 100) is midway
+    assert reset_comparison(midway, 100, 200).passage == Passage()

@@ -17,7 +17,7 @@ from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
 from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.training.compile import (
     CompilableObjective,
-    compile_checked,
+    compile_if_gradients_match,
     largest_difference,
 )
 from kubelora_trainer.training.setup import factors_of
@@ -65,7 +65,7 @@ class Trial:
         self.warned: list[str] = []
 
     def compile(self, backend: str | Graph) -> bool:
-        return compile_checked(
+        return compile_if_gradients_match(
             self.objective, self.buffers, self.said.append, self.warned.append, backend=backend
         )
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.cli.main import main
 from kubelora_trainer.utils import signals as stop_request
-from kubelora_trainer.utils.errors import Interrupted
+from kubelora_trainer.utils.errors import InterruptedRunError
 from kubelora_trainer.utils.signals import StopRequest
 from tests.trainer.cli.test_main import JOB
 from tests.trainer.integration.test_interruption import ENTRY
@@ -91,7 +91,7 @@ BEFORE_TRAINING = "nothing had been trained since the start"
         ("kubelora_trainer.training.setup._model_folder", "while the model was fetched"),
         ("kubelora_trainer.training.setup.open_folder", "while the data was fetched"),
         (
-            "kubelora_trainer.training.setup.open_dataset",
+            "kubelora_trainer.training.setup.build_dataset",
             "while the data was looked at, 1 of 8 images",
         ),
         ("kubelora_trainer.training.setup.load_base_model", "while the model was read"),
@@ -191,7 +191,7 @@ def test_a_library_that_swallows_errors_does_not_swallow_the_stop(handlers: None
             pytest.fail("the stop was taken for an error")
 
     with (
-        pytest.raises(Interrupted, match="SIGTERM while it was fetched"),
+        pytest.raises(InterruptedRunError, match="SIGTERM while it was fetched"),
         stop.at_once("while it was fetched"),
     ):
         stubborn()
@@ -218,7 +218,7 @@ def test_work_that_does_not_let_go_is_ended_all_the_same(
         finally:
             assert over.wait(30)  # a pool of threads that waits for its downloads
 
-    with pytest.raises(Interrupted), stop.at_once("while it was fetched"):
+    with pytest.raises(InterruptedRunError), stop.at_once("while it was fetched"):
         cling()
     assert ended == [75]
     assert "error: stopped by SIGTERM while it was fetched" in capfd.readouterr().err

@@ -34,7 +34,7 @@ from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.utils.atomic_io import sync_folder, write_durably, writing_to
 from kubelora_trainer.utils.errors import ConfigurationError
-from kubelora_trainer.utils.stateful import CheckpointPart
+from kubelora_trainer.utils.stateful import Stateful
 
 _MANIFEST = "checkpoint.json"
 _ADAPTER = "adapter"
@@ -44,7 +44,7 @@ _SEAL = "sha256"
 def save_checkpoint(
     folder: OutputFolder,
     buffers: AdapterBuffers,
-    parts: Mapping[str, CheckpointPart],
+    parts: Mapping[str, Stateful],
     position: RunPosition,
     window_micro_steps: int,
     keep: int,
@@ -119,7 +119,7 @@ def surplus(
 def resume(
     folder: OutputFolder,
     buffers: AdapterBuffers,
-    parts: Mapping[str, CheckpointPart],
+    parts: Mapping[str, Stateful],
     warn: Callable[[str], None],
     latest_step: int | None = None,
 ) -> tuple[RunPosition, SavedCheckpoint] | None:
@@ -158,7 +158,7 @@ def resume_from(
     found: SavedCheckpoint,
     folder: OutputFolder,
     buffers: AdapterBuffers,
-    parts: Mapping[str, CheckpointPart],
+    parts: Mapping[str, Stateful],
 ) -> RunPosition:
     """Fill buffers and parts from this very checkpoint, which another rank has found good.
 
@@ -179,7 +179,7 @@ def _take_over(
     manifest: CheckpointManifest,
     tensors: Mapping[str, Mapping[str, Tensor]],
     buffers: AdapterBuffers,
-    parts: Mapping[str, CheckpointPart],
+    parts: Mapping[str, Stateful],
 ) -> RunPosition:
     for name, part in {_ADAPTER: buffers, **parts}.items():
         try:
@@ -211,7 +211,7 @@ def _read(
     found: SavedCheckpoint,
     run_id: str,
     buffers: AdapterBuffers,
-    parts: Mapping[str, CheckpointPart],
+    parts: Mapping[str, Stateful],
 ) -> tuple[CheckpointManifest, dict[str, dict[str, Tensor]]]:
     """The manifest, and each part's tensors by name, every file compared with its hash."""
     manifest = _read_manifest(found)
@@ -290,7 +290,7 @@ def _content(file: Path) -> bytes:
         raise _Unusable(f"{file.name} can't be read ({error.strerror})") from None
 
 
-def _write_part(file: Path, part: CheckpointPart) -> str:
+def _write_part(file: Path, part: Stateful) -> str:
     """Write a part's tensors; returns the file's sha256."""
     data = save({n: t.detach().cpu().contiguous() for n, t in part.tensors().items()})
     write_durably(file, data)

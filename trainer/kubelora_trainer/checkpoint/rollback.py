@@ -20,12 +20,12 @@ from kubelora_trainer.health.watchdog import with_finding
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.storage.run_record import Rollback
-from kubelora_trainer.utils.errors import PolicyFailure
-from kubelora_trainer.utils.stateful import CheckpointPart
+from kubelora_trainer.utils.errors import PolicyError
+from kubelora_trainer.utils.stateful import Stateful
 
 
 @dataclass(frozen=True)
-class WentBack:
+class RolledBackRun:
     """Where training goes on from, and the checkpoint that other ranks restore too."""
 
     position: RunPosition
@@ -33,23 +33,23 @@ class WentBack:
     rollback: Rollback
 
 
-def go_back(
+def roll_back_to(
     folder: OutputFolder,
     buffers: AdapterBuffers,
-    parts: Mapping[str, CheckpointPart],
+    parts: Mapping[str, Stateful],
     reached: RunPosition,
     finding: Finding,
     healthy_step: int,
     warn: Callable[[str], None],
-) -> WentBack:
+) -> RolledBackRun:
     """Restore the newest checkpoint of ``healthy_step`` or before; later ones are removed.
 
     reached: where the finding was judged; none of the data up to there is used again.
-    Raises PolicyFailure where there is no such checkpoint.
+    Raises PolicyError where there is no such checkpoint.
     """
     resumed = resume(folder, buffers, parts, warn, latest_step=healthy_step)
     if resumed is None:
-        raise PolicyFailure(
+        raise PolicyError(
             f"{sentence(finding)} (health.policy is Rollback, but no checkpoint from before step "
             f"{healthy_step + 1} is left to go back to)"
         )
@@ -65,10 +65,10 @@ def go_back(
         skipped=(position.micro_step, reached.micro_step),
     )
     warn(rollback.as_finding().message)
-    return WentBack(gone_back(position, rollback), saved, rollback)
+    return RolledBackRun(position_after_rollback(position, rollback), saved, rollback)
 
 
-def gone_back(position: RunPosition, rollback: Rollback) -> RunPosition:
+def position_after_rollback(position: RunPosition, rollback: Rollback) -> RunPosition:
     """The position of the checkpoint gone back to, which now remembers the rollback."""
     watch = with_finding(position.watch, rollback.as_finding())
     return replace(position, rollback=rollback, watch=watch)

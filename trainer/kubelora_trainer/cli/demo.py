@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from kubelora_trainer.models.tiny_sdxl import Layout, write_pipeline
+from kubelora_trainer.models.tiny_sdxl import TinyLayout, write_pipeline
 from kubelora_trainer.models.tiny_tokenizer import read_vocabulary
 from kubelora_trainer.utils.atomic_io import give_usual_rights
 from kubelora_trainer.utils.errors import ConfigurationError
@@ -40,7 +40,7 @@ class DemoPaths:
     photos: Path
 
 
-def create_demo(directory: Path, layout: Layout, *, images: int = 8) -> DemoPaths:
+def create_demo(directory: Path, layout: TinyLayout, *, images: int = 8) -> DemoPaths:
     """Write ``directory/model`` and ``directory/photos`` anew; the same bytes every time.
 
     images: photographs to copy, 1 to 12.

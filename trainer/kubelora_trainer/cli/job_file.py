@@ -19,7 +19,7 @@ from kubelora_api.documents import InvalidDocument, Problem, parse_job
 from kubelora_api.field_paths import wrong_path
 from kubelora_api.job import LoraTrainingJob
 from kubelora_trainer.utils.errors import ConfigurationError
-from kubelora_trainer.utils.paths import nearby
+from kubelora_trainer.utils.paths import did_you_mean_path
 
 _MAX_BYTES = 3 * 1024 * 1024
 """The API server takes no larger object either."""
@@ -164,7 +164,7 @@ def load_job_documents(path: str) -> list[JobDocument]:
     return jobs
 
 
-def read_job(path: str, settings: Iterable[str] = (), *, local: bool = True) -> LoraTrainingJob:
+def load_job(path: str, settings: Iterable[str] = (), *, local: bool = True) -> LoraTrainingJob:
     """The one job in a file, with ``settings`` (``spec.training.steps=10``) applied.
 
     local: take paths of this machine where the cluster takes URIs alone.
@@ -240,7 +240,9 @@ def _read(path: str) -> str:
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: not UTF-8 at byte {error.start}") from None
     except FileNotFoundError:
-        raise ConfigurationError(f"{path}: no such file or directory{nearby(Path(path))}") from None
+        raise ConfigurationError(
+            f"{path}: no such file or directory{did_you_mean_path(Path(path))}"
+        ) from None
     except OSError as error:
         raise ConfigurationError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 

@@ -17,8 +17,8 @@ from kubelora_api import names
 from kubelora_api.claims import claims_of
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.suggestions import did_you_mean
-from kubelora_trainer.utils.errors import ConfigurationError, RunEnded
-from kubelora_trainer.utils.paths import expanded
+from kubelora_trainer.utils.errors import ConfigurationError, RunEndedError
+from kubelora_trainer.utils.paths import expand_home
 from kubelora_trainer.utils.signals import StopRequest
 
 EPILOG = """\b
@@ -41,7 +41,7 @@ class Commands(click.Group):
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except RunEnded as ended:
+        except RunEndedError as ended:
             click.echo(f"error: {ended}", err=True)
             ctx.exit(int(ended.exit_code))
 
@@ -90,14 +90,14 @@ def train(
     """
     stop = StopRequest()
     stop.install()
-    from kubelora_trainer.cli.job_file import read_job
+    from kubelora_trainer.cli.job_file import load_job
 
     folders = parse_mounts(mounts)
-    job = read_job(file, settings)
+    job = load_job(file, settings)
     for sentence in stray_mounts(folders, job):
         click.echo(f"warning: {sentence}", err=True)
 
-    from kubelora_trainer.distributed.topology import layout_of
+    from kubelora_trainer.distributed.topology import node_topology
     from kubelora_trainer.training.context import RunOptions
 
     termination_log = os.environ.get(names.ENV_TERMINATION_LOG)
@@ -108,7 +108,7 @@ def train(
         termination_log=Path(termination_log) if termination_log else None,
         resume_command=shlex.join(["kubelora", *sys.argv[1:]]),
     )
-    layout = layout_of(job.spec.workers, os.environ)
+    layout = node_topology(job.spec.workers, os.environ)
     if layout.size > 1:
         from kubelora_trainer.training.run_ranks import run_ranks
 
@@ -211,7 +211,7 @@ def parse_mounts(mounts: tuple[str, ...]) -> dict[str, Path]:
             raise ConfigurationError(
                 f"--mount {mount}: expected CLAIM=DIR, such as photos=./photos"
             )
-        folders[claim] = expanded(folder)
+        folders[claim] = expand_home(folder)
     return folders
 
 

@@ -12,7 +12,7 @@ from kubelora_api.suggestions import did_you_mean, listed
 from kubelora_trainer.utils.errors import ConfigurationError
 from kubelora_trainer.utils.text import printable
 
-METADATA = "metadata.jsonl"
+METADATA_FILES = "metadata.jsonl"
 SUFFIXES = (".txt", ".caption")
 UNREAD = ("metadata.csv", "metadata.tsv", "metadata.json", "metadata.parquet")
 """Other forms of metadata.jsonl, which the Hugging Face libraries or other trainers write."""
@@ -71,7 +71,7 @@ def refuse_absent(
     ):
         if fields and given is None and name not in (default, *fields):
             raise ConfigurationError(
-                f"No line of {METADATA} in {folder} has a field {name!r}; there are "
+                f"No line of {METADATA_FILES} in {folder} has a field {name!r}; there are "
                 f"{listed(fields)}: name the right one in dataset.columns.{field}"
                 f"{did_you_mean(name, fields)}"
             )
@@ -139,9 +139,9 @@ def refuse_unread(folders: Mapping[Path, Collection[str]]) -> None:
     """
     for folder, names in folders.items():
         table = next((name for name in names if name in UNREAD), None)
-        if table and not any(n == METADATA or n.endswith(SUFFIXES) for n in names):
+        if table and not any(n == METADATA_FILES or n.endswith(SUFFIXES) for n in names):
             raise ConfigurationError(
-                f"{folder / table} is not read: write it as {METADATA}, one "
+                f"{folder / table} is not read: write it as {METADATA_FILES}, one "
                 '{"file_name": "a.jpg", "text": "a bottle"} a line, or move it away.'
             )
 

@@ -37,7 +37,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class ImageDataset:
     """Usable samples of all sources, in the order of their names in each."""
 
     samples: tuple[Sample, ...]
@@ -141,7 +141,7 @@ class Dataset:
         )
 
 
-def open_dataset(
+def build_dataset(
     folder: Path,
     settings: dataset_spec.Dataset,
     *,
@@ -149,7 +149,7 @@ def open_dataset(
     tick: Tick = lambda done, total: None,
     publish: Callable[[PreflightReport], None] = lambda report: None,
     extra: Sequence[SourceFolder] = (),
-) -> Dataset:
+) -> ImageDataset:
     """Check every image in ``folder`` and in ``extra`` and return what can be trained on.
 
     publish: is given the report before anything is refused.
@@ -158,4 +158,4 @@ def open_dataset(
     samples, report = preflight(folder, settings, limits, tick, extra)
     publish(report)
     refuse(report, settings.on_bad_image)
-    return Dataset(samples, settings, report)
+    return ImageDataset(samples, settings, report)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kubelora_api.dataset_spec import Columns
 from kubelora_api.suggestions import did_you_mean, listed
-from kubelora_trainer.data.caption_files import METADATA, UNREAD
+from kubelora_trainer.data.caption_files import METADATA_FILES, UNREAD
 from kubelora_trainer.data.files import files_below
 from kubelora_trainer.data.images import IMAGE_SUFFIXES
 from kubelora_trainer.storage.downloads import cache_directory
@@ -34,7 +34,7 @@ def has_tables_alone(place: Path) -> bool:
     """
     if place.is_file():
         return _is_table(place)
-    if (place / METADATA).is_file() or not (tables := _tables(place)):
+    if (place / METADATA_FILES).is_file() or not (tables := _tables(place)):
         return False
     images = sum(path.suffix.lower() in IMAGE_SUFFIXES for path in files_below(place))
     if images:
@@ -89,7 +89,7 @@ def _key(tables: list[Path], columns: Columns) -> str:
 
 
 def _unpack(table: Path, number: int, columns: Columns, folder: Path) -> None:
-    with (folder / METADATA).open("a", encoding="utf-8") as metadata:
+    with (folder / METADATA_FILES).open("a", encoding="utf-8") as metadata:
         for row, (image, caption, category) in enumerate(_rows(table, columns)):
             suffix = next((s for magic, s in _MAGIC if image.startswith(magic)), ".png")
             name = f"{number:05d}-{_told(table)}-row-{row:08d}{suffix}"

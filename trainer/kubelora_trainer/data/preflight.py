@@ -15,7 +15,7 @@ from typing import Literal
 from kubelora_api import dataset_spec
 from kubelora_trainer.data.buckets import Size, nearest_size, training_sizes, visible_share
 from kubelora_trainer.data.caption_files import (
-    METADATA,
+    METADATA_FILES,
     SUFFIXES,
     Listing,
     as_on_disk,
@@ -182,7 +182,7 @@ def _why_no_file(image: Path) -> tuple[str, str] | None:
             return "no file", "it is a folder or a device, not a file"
     except OSError as error:  # a name that is too long, a folder that may not be entered
         return "can't be read", f"it can't be read: {error.strerror}"
-    return "missing", f"it is listed in {METADATA} but does not exist"
+    return "missing", f"it is listed in {METADATA_FILES} but does not exist"
 
 
 def preflight(
@@ -208,18 +208,18 @@ def preflight(
         work += [(judge, image) for image in images]
         others += _others(files, images)
         orphans += _orphans(files, images, source)
-    judged: list[_Judged] = []
+    drain_reports: list[_Judged] = []
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         try:
             for one in pool.map(lambda pair: pair[0](pair[1]), work):
-                judged.append(one)
-                tick(len(judged), len(work))
+                drain_reports.append(one)
+                tick(len(drain_reports), len(work))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    judged = _mark_duplicates(judged, settings.on_duplicate)
-    samples = tuple(one.sample for one in judged if one.sample)
-    return samples, _report(folder, settings.resolution, judged, others, orphans)
+    drain_reports = _mark_duplicates(drain_reports, settings.on_duplicate)
+    samples = tuple(one.sample for one in drain_reports if one.sample)
+    return samples, _report(folder, settings.resolution, drain_reports, others, orphans)
 
 
 def _existing(source: SourceFolder) -> Path:
@@ -237,7 +237,7 @@ def _images_of(
     for file in files:
         beside.setdefault(file.parent, []).append(file.name)
     refuse_unread(beside)
-    metadata = [file for file in files if file.name == METADATA]
+    metadata = [file for file in files if file.name == METADATA_FILES]
     listing = as_on_disk(read_listing(metadata, settings.columns), files)
     refuse_absent(listing, settings.columns, folder, source.caption, source.category)
     images = sorted(
@@ -272,12 +272,12 @@ def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> No
 
 
 def _mark_duplicates(
-    judged: Sequence[_Judged], on_duplicate: Literal["keep", "skip"]
+    drain_reports: Sequence[_Judged], on_duplicate: Literal["keep", "skip"]
 ) -> list[_Judged]:
     """Note, or leave out, every sample whose bytes an earlier one has."""
     first: dict[str, str] = {}
     marked = []
-    for one in judged:
+    for one in drain_reports:
         if one.sample is None:
             marked.append(one)
             continue
@@ -297,7 +297,7 @@ def _mark_duplicates(
 def _others(files: list[Path], images: list[Path]) -> int:
     known = set(images)
     return sum(
-        file not in known and file.name != METADATA and file.suffix not in SUFFIXES
+        file not in known and file.name != METADATA_FILES and file.suffix not in SUFFIXES
         for file in files
     )
 
@@ -315,22 +315,22 @@ def _orphans(files: list[Path], images: list[Path], source: SourceFolder) -> Ite
 def _report(
     folder: Path,
     resolution: int,
-    judged: list[_Judged],
+    drain_reports: list[_Judged],
     other_files: int,
     orphans: Sequence[Remark],
 ) -> PreflightReport:
-    samples = [one.sample for one in judged if one.sample]
-    skipped = tuple(one.problem for one in judged if one.problem)
-    notes = (*(note for one in judged for note in one.notes), *orphans)
-    found = Counter(one.category for one in judged)
+    samples = [one.sample for one in drain_reports if one.sample]
+    skipped = tuple(one.problem for one in drain_reports if one.problem)
+    notes = (*(note for one in drain_reports for note in one.notes), *orphans)
+    found = Counter(one.category for one in drain_reports)
     used = Counter(sample.category for sample in samples)
-    found_in = Counter(one.source or str(folder) for one in judged)
-    used_of = Counter(one.source or str(folder) for one in judged if one.sample)
+    found_in = Counter(one.source or str(folder) for one in drain_reports)
+    used_of = Counter(one.source or str(folder) for one in drain_reports if one.sample)
     sizes = Counter(sample.size for sample in samples)
     return PreflightReport(
         folder=str(folder),
         resolution=resolution,
-        found=len(judged),
+        found=len(drain_reports),
         used=len(samples),
         skipped=skipped,
         notes=notes,

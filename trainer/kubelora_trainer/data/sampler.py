@@ -146,7 +146,7 @@ class Share:
         return following if following < window_end else window_end + self.rank
 
 
-WHOLE = Share(0, 1)
+ALL_MICRO_STEPS = Share(0, 1)
 
 
 def epoch_permutation(seed: int, epoch: int, samples: int, group: int = 0) -> np.ndarray:

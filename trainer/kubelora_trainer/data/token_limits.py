@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import CLIPTokenizer
 
-SHOWN = 60
+SHOWN_CUTS = 60
 """Characters of the cut text that a report shows."""
 
 
@@ -68,5 +68,5 @@ def describe_cuts(cuts: Sequence[Cut]) -> tuple[str, str]:
             found = f"{first.tokens} tokens, {encoders} reads {first.limit}"
     else:
         found = ", ".join(f"{cut.tokens} tokens of {cut.limit} for {cut.encoder}" for cut in cuts)
-    text = first.text if len(first.text) <= SHOWN else first.text[: SHOWN - 1] + "…"
+    text = first.text if len(first.text) <= SHOWN_CUTS else first.text[: SHOWN_CUTS - 1] + "…"
     return f"{found}: the last {first.over}, {text!r}, are not seen", "cut"

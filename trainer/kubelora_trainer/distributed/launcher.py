@@ -2,7 +2,7 @@
 
 torchrun ends with 1 whatever its workers ended with, and kills them 30 s after the first one has
 gone; here exit codes are a contract, and a rank that writes a checkpoint is given its time. So the
-processes are torch's, and watching over them is done here (decision 0001).
+processes are torch's, and watching over them is done here (decision 0009).
 """
 
 import os
@@ -19,9 +19,9 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from kubelora_api.names import ExitCode
-from kubelora_trainer.distributed.rendezvous import open_door, open_store
-from kubelora_trainer.distributed.topology import Layout, Seat, seat_of
-from kubelora_trainer.utils.errors import RunEnded
+from kubelora_trainer.distributed.rendezvous import build_store, listen_for_ranks
+from kubelora_trainer.distributed.topology import NodeTopology, RankInfo, rank_info_of
+from kubelora_trainer.utils.errors import RunEndedError
 from kubelora_trainer.utils.signals import RankStopRequest
 
 PEER_GRACE_SECONDS: Final = 15.0
@@ -43,13 +43,13 @@ class RankEnd:
     by_us: bool = False
 
 
-Work = Callable[[Seat, RankStopRequest], None]
-"""What a rank does. It returns when done and raises RunEnded else."""
+Work = Callable[[RankInfo, RankStopRequest], None]
+"""What a rank does. It returns when done and raises RunEndedError else."""
 
 
 def launch(
     work: Work,
-    layout: Layout,
+    layout: NodeTopology,
     stop: Callable[[], bool],
     *,
     start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
@@ -61,8 +61,8 @@ def launch(
     end, to the end of all.
     start_method: fork shares what is imported, and can't be used once CUDA is in use.
     """
-    door = open_door(layout) if layout.node == 0 else None
-    port = door.getsockname()[1] if door is not None else layout.port
+    listener = listen_for_ranks(layout) if layout.node == 0 else None
+    port = listener.getsockname()[1] if listener is not None else layout.port
     context = start_processes(
         _rank,
         (work, layout, port),
@@ -70,7 +70,7 @@ def launch(
         join=False,
         start_method=start_method,
     )
-    store = open_store(door) if door is not None else None
+    store = build_store(listener) if listener is not None else None
     ends = _watch(context, stop, grace, layout.node == 0)
     del store  # ranks need it until they end
     first = layout.node * layout.ranks_per_node
@@ -148,21 +148,21 @@ def sentence_of(end: RankEnd, size: int) -> str:
     return f"{who} was killed by {name}, and the others were ended with it{hint}"
 
 
-def _rank(local_rank: int, work: Work, layout: Layout, port: int) -> None:
+def _rank(local_rank: int, work: Work, layout: NodeTopology, port: int) -> None:
     """A rank's process, from its first breath to its exit code."""
     # It would not hear a gentler signal while it waits for another rank in a collective.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     stop = RankStopRequest()
     stop.install()
-    seat = seat_of(layout, local_rank, port)
+    rank_info = rank_info_of(layout, local_rank, port)
     try:
-        work(seat, stop)
+        work(rank_info, stop)
         code = ExitCode.DONE
-    except RunEnded as ended:
+    except RunEndedError as ended:
         code = ended.exit_code
         enough = ended.alike or ended.told_by_another or code == ExitCode.INTERRUPTED
-        if seat.local_rank == 0 or not enough:
-            print(f"rank {seat.rank}: error: {ended}", file=sys.stderr)
+        if rank_info.local_rank == 0 or not enough:
+            print(f"rank {rank_info.rank}: error: {ended}", file=sys.stderr)
     except Exception:
         traceback.print_exc()
         code = ExitCode.INTERNAL

@@ -13,16 +13,16 @@ from typing import Final, Protocol
 
 import torch
 
-from kubelora_trainer.utils.errors import PeerLost, PeerSilent, RunEnded
+from kubelora_trainer.utils.errors import PeerLostError, PeerTimeoutError, RunEndedError
 from kubelora_trainer.utils.text import ranks_named
 
-ROLL_CALL_SECONDS: Final = 5.0
+CHECK_IN_SECONDS: Final = 5.0
 """How long ranks that noticed wait for the others to notice; less than the launcher's grace."""
 _ROUND_SECONDS: Final = 0.05
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
 
 
-class MeetingPlace(Protocol):
+class CheckInStore(Protocol):
     """What a roll call needs of torch's store."""
 
     def set(self, key: str, value: str) -> object:
@@ -35,12 +35,12 @@ class MeetingPlace(Protocol):
         """How long a call may take."""
 
 
-class RollCall:
+class RankMonitor:
     """The ranks of a run, as one of them misses them."""
 
     def __init__(
         self,
-        place: MeetingPlace | None,
+        place: CheckInStore | None,
         rank: int,
         size: int,
         silence: timedelta,
@@ -52,7 +52,9 @@ class RollCall:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around a collective. Raises PeerLost where it broke, PeerSilent where it waited in vain.
+        """Watch a collective.
+
+        Raises PeerLostError where it broke, PeerTimeoutError where it waited in vain.
 
         What is wrong with this rank's own device stays what it is.
         """
@@ -65,17 +67,17 @@ class RollCall:
             waited = self._clock() - begun
             raise self._ended(self.missing(), waited >= 0.9 * self._silence) from error
 
-    def _ended(self, missing: Sequence[int], in_vain: bool) -> RunEnded:
+    def _ended(self, missing: Sequence[int], in_vain: bool) -> RunEndedError:
         who = f"{ranks_named(missing, 'another rank')} of this run's {self._size}"
-        ended: RunEnded
+        ended: RunEndedError
         if in_vain:
-            ended = PeerSilent(
+            ended = PeerTimeoutError(
                 f"{who} said nothing for {self._silence:.0f} s, while the others waited at the end "
                 "of a window: stopped, stuck in reading data, or on a machine that is out of "
                 "reach. Look at its process or pod; the next start goes on from the last checkpoint"
             )
         else:
-            ended = PeerLost(
+            ended = PeerLostError(
                 f"{who} went away, so this one stops; the cause is in that rank's words"
             )
         left = [rank for rank in range(self._size) if rank not in missing]
@@ -83,11 +85,11 @@ class RollCall:
         return ended
 
     def missing(self) -> Sequence[int]:
-        """Ranks that don't say within ``ROLL_CALL_SECONDS`` that they miss someone too."""
+        """Ranks that don't say within ``CHECK_IN_SECONDS`` that they miss someone too."""
         if self._place is None:
             return ()
         here = {self._rank}
-        deadline = self._clock() + ROLL_CALL_SECONDS
+        deadline = self._clock() + CHECK_IN_SECONDS
         try:
             self._place.set_timeout(_STORE_TIMEOUT)
             self._place.set(_key(self._rank), "")

@@ -15,17 +15,22 @@ import torch
 from torch import Tensor, distributed
 
 from kubelora_trainer.checkpoint.state import RunPosition
-from kubelora_trainer.data.sampler import WHOLE, Share
-from kubelora_trainer.distributed.missing_ranks import RollCall
-from kubelora_trainer.distributed.reduce_payload import Asked, note_elements, note_of, read_notes
+from kubelora_trainer.data.sampler import ALL_MICRO_STEPS, Share
+from kubelora_trainer.distributed.missing_ranks import RankMonitor
+from kubelora_trainer.distributed.reduce_payload import (
+    ControlFlags,
+    pack_payload,
+    payload_elements,
+    unpack_payloads,
+)
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
-from kubelora_trainer.utils.errors import RunEnded
+from kubelora_trainer.utils.errors import RunEndedError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class ReducedWindow:
     """A window as all ranks know it.
 
     position: with the samples and losses of all ranks. asked: what any rank asks for. divergence:
@@ -34,12 +39,12 @@ class Exchanged:
     """
 
     position: RunPosition
-    asked: Asked
+    asked: ControlFlags
     divergence: float
     broken: tuple[int, ...] = ()
 
 
-class Gang(Protocol):
+class ProcessGroup(Protocol):
     """All ranks of a run, as one of them sees them."""
 
     @property
@@ -58,24 +63,28 @@ class Gang(Protocol):
         """This rank's part of a resumed position, whose sums are those of all ranks."""
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
-    ) -> Exchanged:
-        """Sum the window over all ranks. Raises PeerLost, PeerSilent.
+        self,
+        buffers: AdapterBuffers,
+        position: RunPosition,
+        asked: ControlFlags,
+        sums: Sequence[Tensor],
+    ) -> ReducedWindow:
+        """Sum the window over all ranks. Raises PeerLostError, PeerTimeoutError.
 
         sums: fp64, of whatever else is summed over samples; like the gradient changed in place.
         """
 
-    def told_by_first(self, value: T) -> T:
-        """Rank 0's ``value``, on every rank. Raises PeerLost, PeerSilent."""
+    def broadcast_object(self, value: _T) -> _T:
+        """Rank 0's ``value``, on every rank. Raises PeerLostError, PeerTimeoutError."""
 
-    def gathered(self, value: T) -> Sequence[T]:
-        """Every rank's ``value``, by rank, on every rank. Raises PeerLost, PeerSilent."""
+    def all_gather_object(self, value: _T) -> Sequence[_T]:
+        """Return every rank's ``value``, by rank. Raises PeerLostError, PeerTimeoutError."""
 
 
-class Alone:
+class SingleProcess:
     """A run of one rank."""
 
-    share = WHOLE
+    share = ALL_MICRO_STEPS
 
     def tail_elements(self, sums: int) -> int:
         """None."""
@@ -92,34 +101,38 @@ class Alone:
         return position
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
-    ) -> Exchanged:
+        self,
+        buffers: AdapterBuffers,
+        position: RunPosition,
+        asked: ControlFlags,
+        sums: Sequence[Tensor],
+    ) -> ReducedWindow:
         """Nobody to exchange with."""
-        return Exchanged(position, asked, math.nan)
+        return ReducedWindow(position, asked, math.nan)
 
-    def told_by_first(self, value: T) -> T:
+    def broadcast_object(self, value: _T) -> _T:
         """The value."""
         return value
 
-    def gathered(self, value: T) -> Sequence[T]:
+    def all_gather_object(self, value: _T) -> Sequence[_T]:
         """The value alone."""
         return (value,)
 
 
-ALONE: Final = Alone()
+SINGLE_PROCESS: Final = SingleProcess()
 
 
-class ProcessGang:
+class DistributedGroup:
     """Ranks in processes of their own, over torch's default process group."""
 
-    def __init__(self, rank: int, size: int, roll_call: RollCall | None = None) -> None:
+    def __init__(self, rank: int, size: int, roll_call: RankMonitor | None = None) -> None:
         """roll_call: without one, a rank that goes away is not named."""
         self.share = Share(rank, size)
-        self._roll_call = roll_call or RollCall(None, rank, size, timedelta.max)
+        self._roll_call = roll_call or RankMonitor(None, rank, size, timedelta.max)
 
     def tail_elements(self, sums: int) -> int:
         """A note per rank."""
-        return note_elements(sums) * self.share.size
+        return payload_elements(sums) * self.share.size
 
     def between_micro_steps(self, stop: Callable[[], bool]) -> Callable[[], bool]:
         """Never: the ranks agree at the window's end and stop together there."""
@@ -139,37 +152,41 @@ class ProcessGang:
         )
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
-    ) -> Exchanged:
+        self,
+        buffers: AdapterBuffers,
+        position: RunPosition,
+        asked: ControlFlags,
+        sums: Sequence[Tensor],
+    ) -> ReducedWindow:
         """One all-reduce of the gradient and, in its tail, of every rank's note."""
         device = buffers.masters.device
         carried = [position.window_loss.to(device).reshape(1), *(one.flatten() for one in sums)]
         tail = buffers.reduced[buffers.numel :].view(self.share.size, -1)
         tail.zero_()
-        tail[self.share.rank] = note_of(
+        tail[self.share.rank] = pack_payload(
             buffers.masters, buffers.gradient, position.window_samples, asked, carried
         )
         with self._roll_call.around():
             distributed.all_reduce(buffers.reduced)
-        notes = read_notes(tail)
+        notes = unpack_payloads(tail)
         loss, *others = notes.sums.to(device).split([one.numel() for one in carried])
         for one, total in zip(sums, others, strict=True):
             one.copy_(total.view_as(one))
-        return Exchanged(
+        return ReducedWindow(
             replace(position, window_samples=sum(notes.samples), window_loss=loss.reshape(())),
-            Asked(any(a.stop for a in notes.asked), any(a.due for a in notes.asked)),
+            ControlFlags(any(a.stop for a in notes.asked), any(a.due for a in notes.asked)),
             float(max(notes.checksums) - min(notes.checksums)),
             tuple(rank for rank, broken in enumerate(notes.broken) if broken),
         )
 
-    def told_by_first(self, value: T) -> T:
+    def broadcast_object(self, value: _T) -> _T:
         """A broadcast of any picklable value."""
         box = [value]
         with self._roll_call.around():
             distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def gathered(self, value: T) -> Sequence[T]:
+    def all_gather_object(self, value: _T) -> Sequence[_T]:
         """An all-gather of any picklable value."""
         found = [value] * self.share.size
         with self._roll_call.around():
@@ -177,19 +194,19 @@ class ProcessGang:
         return found
 
 
-def led(gang: Gang, act: Callable[[], T]) -> T:
+def run_on_rank0(process_group: ProcessGroup, act: Callable[[], _T]) -> _T:
     """What ``act`` gives on rank 0, which alone does it, on every rank.
 
     Where it ends the run there, every rank raises the same, and it is said once.
     """
-    outcome: T | RunEnded | None = None
-    if gang.share.rank == 0:
+    outcome: _T | RunEndedError | None = None
+    if process_group.share.rank == 0:
         try:
             outcome = act()
-        except RunEnded as ended:
+        except RunEndedError as ended:
             outcome = ended
-    told: T | RunEnded | None = gang.told_by_first(outcome)
-    if isinstance(told, RunEnded):
+    told: _T | RunEndedError | None = process_group.broadcast_object(outcome)
+    if isinstance(told, RunEndedError):
         told.alike = True
         raise told
-    return cast(T, told)
+    return cast(_T, told)

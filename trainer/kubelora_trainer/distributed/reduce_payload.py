@@ -17,7 +17,7 @@ _WHOLE_NUMBERS: Final = 5
 
 
 @dataclass(frozen=True)
-class Asked:
+class ControlFlags:
     """What a rank asks of all at a window's end.
 
     stop: to leave, in order. due: to look at what it found, which may end the run or take it back.
@@ -28,7 +28,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Notes:
+class RankPayloads:
     """The notes of all ranks, by rank.
 
     checksums: of the weights' bits. samples: of the window. broken: whether the rank's own part of
@@ -37,18 +37,18 @@ class Notes:
 
     checksums: Sequence[int]
     samples: Sequence[int]
-    asked: Sequence[Asked]
+    asked: Sequence[ControlFlags]
     broken: Sequence[bool]
     sums: Tensor
 
 
-def note_elements(sums: int) -> int:
+def payload_elements(sums: int) -> int:
     """Elements of one rank's note. sums: further sums beside the loss."""
     return 8 * (_WHOLE_NUMBERS + 1 + sums)
 
 
-def note_of(
-    masters: Tensor, gradient: Tensor, samples: int, asked: Asked, floats: Sequence[Tensor]
+def pack_payload(
+    masters: Tensor, gradient: Tensor, samples: int, asked: ControlFlags, floats: Sequence[Tensor]
 ) -> Tensor:
     """A rank's note: uint8 on the masters' device. floats: fp64, one-dimensional, loss first."""
     known = torch.tensor([samples, int(asked.stop), int(asked.due)], device=masters.device)
@@ -58,15 +58,15 @@ def note_of(
     return torch.cat([whole.view(torch.uint8), torch.cat(list(floats)).view(torch.uint8)])
 
 
-def read_notes(tail: Tensor) -> Notes:
+def unpack_payloads(tail: Tensor) -> RankPayloads:
     """Take the summed ``tail`` (ranks, elements) apart. Waits for its device."""
     notes = tail.to(torch.uint8).cpu()
     whole, floats = notes.split([8 * _WHOLE_NUMBERS, notes.shape[1] - 8 * _WHOLE_NUMBERS], 1)
     checksums, samples, stop, due, broken = whole.contiguous().view(torch.int64).T.tolist()
-    return Notes(
+    return RankPayloads(
         checksums=checksums,
         samples=samples,
-        asked=[Asked(bool(s), bool(d)) for s, d in zip(stop, due, strict=True)],
+        asked=[ControlFlags(bool(s), bool(d)) for s, d in zip(stop, due, strict=True)],
         broken=[bool(b) for b in broken],
         sums=floats.contiguous().view(torch.float64).sum(0),
     )

@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeTopology:
     """All ranks of a run, as one node sees them.
 
     node: this one, from 0. address, port: where node 0 keeps the ranks' meeting place; port 0
@@ -36,7 +36,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     """One rank's place: its number in the run and on its node, and where all meet."""
 
     rank: int
@@ -52,13 +52,13 @@ class Seat:
         return Share(self.rank, self.size)
 
 
-ONLY_SEAT = Seat(rank=0, local_rank=0, size=1, ranks_per_node=1, address=LOOPBACK, port=0)
+SINGLE_RANK = RankInfo(rank=0, local_rank=0, size=1, ranks_per_node=1, address=LOOPBACK, port=0)
 """Of a run of one rank."""
 
 
-def seat_of(layout: Layout, local_rank: int, port: int) -> Seat:
+def rank_info_of(layout: NodeTopology, local_rank: int, port: int) -> RankInfo:
     """The place of a rank of this node. port: of the meeting place, as it was opened."""
-    return Seat(
+    return RankInfo(
         rank=layout.node * layout.ranks_per_node + local_rank,
         local_rank=local_rank,
         size=layout.size,
@@ -68,7 +68,7 @@ def seat_of(layout: Layout, local_rank: int, port: int) -> Seat:
     )
 
 
-def layout_of(workers: Workers, environment: Mapping[str, str]) -> Layout:
+def node_topology(workers: Workers, environment: Mapping[str, str]) -> NodeTopology:
     """The ranks that ``workers`` asks for, seen from the node that the environment names.
 
     Raises ConfigurationError where several nodes are asked for and the environment does not say
@@ -76,7 +76,7 @@ def layout_of(workers: Workers, environment: Mapping[str, str]) -> Layout:
     """
     per_node = max(1, workers.gpus_per_node)
     if workers.nodes == 1:
-        return Layout(1, 0, per_node, LOOPBACK, 0)
+        return NodeTopology(1, 0, per_node, LOOPBACK, 0)
     address = environment.get(names.ENV_MASTER_ADDR)
     if not address:
         raise ConfigurationError(
@@ -87,7 +87,7 @@ def layout_of(workers: Workers, environment: Mapping[str, str]) -> Layout:
         )
     port = _whole(environment, names.ENV_MASTER_PORT, names.RENDEZVOUS_PORT, 1, 65535)
     node = _whole(environment, names.ENV_COMPLETION_INDEX, None, 0, workers.nodes - 1)
-    return Layout(workers.nodes, node, per_node, address, port)
+    return NodeTopology(workers.nodes, node, per_node, address, port)
 
 
 def _whole(

@@ -12,13 +12,13 @@ from pathlib import Path
 from kubelora_api.names import OutputPath
 from kubelora_api.uri import Place, parse_place
 from kubelora_trainer.storage.output_dir import OutputFolder
-from kubelora_trainer.utils.errors import ConfigurationError, PushFailed, RunEnded
+from kubelora_trainer.utils.errors import ConfigurationError, RunEndedError, UploadError
 
 
 def push(folder: OutputFolder, uri: str) -> None:
     """Copy the adapter's files and the manifest to ``uri`` (s3:// or hf://).
 
-    Raises ConfigurationError where the place or the rights to it are wrong, and PushFailed where
+    Raises ConfigurationError where the place or the rights to it are wrong, and UploadError where
     another try may help.
     """
     place = parse_place(uri)
@@ -81,13 +81,13 @@ def _to_hub(files: Sequence[Path], place: Place, uri: str) -> None:
         raise _failed(uri, error) from error
 
 
-def _wrong(uri: str, why: str) -> RunEnded:
+def _wrong(uri: str, why: str) -> RunEndedError:
     return ConfigurationError(f"{_DONE} {uri}: {why}. {_AGAIN}")
 
 
-def _failed(uri: str, error: Exception) -> RunEnded:
+def _failed(uri: str, error: Exception) -> RunEndedError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return PushFailed(f"{_DONE} {uri} ({reason}). {_AGAIN}")
+    return UploadError(f"{_DONE} {uri} ({reason}). {_AGAIN}")
 
 
 _DONE = "the adapter is trained and in the output folder, but could not be pushed to"

@@ -24,11 +24,11 @@ from kubelora_api.names import OutputPath, kohya_weights
 from kubelora_trainer.lora.adapter import ADAPTER_NAME, TrainedLayer
 from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.lora.kohya_format import common_alpha, kohya_metadata, kohya_state
-from kubelora_trainer.models.sgm_keys import PARTS, Part
+from kubelora_trainer.models.sgm_keys import SGM_PARTS, Part
 from kubelora_trainer.utils.atomic_io import give_usual_rights, sync_folder, writing_to
 from kubelora_trainer.utils.errors import NumericalError
 
-DTYPES: dict[Literal["fp16", "bf16", "fp32"], torch.dtype] = {
+EXPORT_DTYPES: dict[Literal["fp16", "bf16", "fp32"], torch.dtype] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
@@ -72,7 +72,7 @@ def export_diffusers(
     be written.
     """
     models: dict[Part, nn.Module] = {"unet": unet, **(encoders or {})}
-    states: dict[Part, dict[str, torch.Tensor]] = {part: {} for part in PARTS}
+    states: dict[Part, dict[str, torch.Tensor]] = {part: {} for part in SGM_PARTS}
     for one in layers:
         name = one.module.name
         if one.module.part != "unet":

@@ -106,7 +106,7 @@ class Baseline:
         )
 
 
-def compared_anew(watch: WatchState, before: int | None, total: int) -> WatchState:
+def reset_comparison(watch: WatchState, before: int | None, total: int) -> WatchState:
     """Without what was compared so far, where progress was measured on another length.
 
     before: steps planned when the state was saved; None if unknown.
@@ -114,7 +114,7 @@ def compared_anew(watch: WatchState, before: int | None, total: int) -> WatchSta
     return watch if before in (None, total) else replace(watch, passage=Passage())
 
 
-def open_baseline(
+def load_baseline(
     uri: str,
     folder: Path,
     job: Mapping[str, Any],

@@ -7,10 +7,10 @@ after a suspension has accepted what was found; a run that went back once fails 
 from kubelora_api.spec import Health
 from kubelora_api.status import Finding
 from kubelora_trainer.storage.run_record import Rollback
-from kubelora_trainer.utils.errors import HeldByPolicy, PolicyFailure
+from kubelora_trainer.utils.errors import PolicyError, SuspendedByPolicyError
 
 
-class RollbackDue(Exception):
+class RollbackRequiredError(Exception):
     """Training has to go back to before ``finding``."""
 
     def __init__(self, finding: Finding) -> None:
@@ -18,22 +18,24 @@ class RollbackDue(Exception):
         self.finding = finding
 
 
-def verdict_on(finding: Finding, policy: Health, gone_back: Rollback | None) -> Exception | None:
+def verdict_on(finding: Finding, policy: Health, earlier: Rollback | None) -> Exception | None:
     """What is due for a critical finding; None to train on."""
     told = sentence(finding)
     match policy.policy:
         case "Warn":
             return None
         case "Fail":
-            return PolicyFailure(f"{told} (health.policy is Fail)")
+            return PolicyError(f"{told} (health.policy is Fail)")
         case "Suspend":
-            return HeldByPolicy(f"{told} (health.policy is Suspend; a checkpoint is saved)")
-        case "Rollback" if gone_back is None:
-            return RollbackDue(finding)
+            return SuspendedByPolicyError(
+                f"{told} (health.policy is Suspend; a checkpoint is saved)"
+            )
+        case "Rollback" if earlier is None:
+            return RollbackRequiredError(finding)
         case "Rollback":
-            return PolicyFailure(
+            return PolicyError(
                 f"{told} (health.policy is Rollback, and the run already went back to step "
-                f"{gone_back.back_to} because of {gone_back.finding.name})"
+                f"{earlier.back_to} because of {earlier.finding.name})"
             )
 
 

@@ -22,11 +22,11 @@ from kubelora_trainer.lora.adapter import AdapterModule, full_name
 from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.lora.kohya_format import read_kohya
 from kubelora_trainer.lora.target_modules import matches
-from kubelora_trainer.models.pipeline_checks import PICKLES
-from kubelora_trainer.models.sgm_keys import PARTS, kohya_names
+from kubelora_trainer.models.pipeline_checks import PICKLE_SUFFIXES
+from kubelora_trainer.models.sgm_keys import SGM_PARTS, kohya_names
 from kubelora_trainer.utils.errors import ConfigurationError
 
-METADATA = "lora_adapter_metadata"
+LORA_METADATA = "lora_adapter_metadata"
 TEXT_NAMES = {
     "text_encoder": ("text_encoder.", "lora_te1_"),
     "text_encoder_2": ("text_encoder_2.", "lora_te2_"),
@@ -108,7 +108,7 @@ def _fields(layers: Collection[str], of_text: str, of_all: str) -> str:
 def lora_file(place: Path) -> Path:
     """The file itself, diffusers' file of a folder, or the only .safetensors in it."""
     if place.is_file():
-        if place.suffix in PICKLES:
+        if place.suffix in PICKLE_SUFFIXES:
             raise ConfigurationError(
                 f"adapter.from: {place.name} is pickled, which can run code when it is loaded: "
                 "convert it to safetensors."
@@ -163,9 +163,9 @@ def _from_diffusers(
     state: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> dict[str, FoundLayer]:
     """Without adapter metadata the scale is 1, as diffusers has it."""
-    config = json.loads(metadata.get(METADATA, "{}"))
+    config = json.loads(metadata.get(LORA_METADATA, "{}"))
     if not isinstance(config, dict):
-        raise ValueError(f"its {METADATA} is no JSON object")
+        raise ValueError(f"its {LORA_METADATA} is no JSON object")
     factors: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in state.items():
         end = next((end for end in ENDS if key.endswith(end)), None)
@@ -192,13 +192,13 @@ def _from_diffusers(
 def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
     """As peft reads its configuration: the first pattern that matches wins."""
     part, _, inside = name.partition(".")
-    if part not in PARTS:
+    if part not in SGM_PARTS:
         part, inside = "unet", name
     if f"{part}.lora_alpha" not in config:
         return 1.0
     patterns = config.get(f"{part}.alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        raise ValueError(f"{part}.alpha_pattern in its {METADATA} is no JSON object")
+        raise ValueError(f"{part}.alpha_pattern in its {LORA_METADATA} is no JSON object")
     own = (value for pattern, value in patterns.items() if matches(pattern, inside))
     alpha = float(next(own, config[f"{part}.lora_alpha"]))
     return alpha / (math.sqrt(rank) if config.get(f"{part}.use_rslora") else rank)

@@ -10,7 +10,7 @@ from kubelora_api.suggestions import nearest
 from kubelora_trainer.utils.errors import ConfigurationError
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-T = TypeVar("T")
+_T = TypeVar("_T")
 FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
 
 
@@ -39,7 +39,7 @@ def matches(pattern: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
-def matching(patterns: Mapping[str, T], names: Sequence[str]) -> dict[str, T]:
+def matching(patterns: Mapping[str, _T], names: Sequence[str]) -> dict[str, _T]:
     """Those that match a name; peft warns of any other."""
     return {p: value for p, value in patterns.items() if any(matches(p, name) for name in names)}
 

@@ -23,9 +23,9 @@ from kubelora_trainer.lora.adapter import (
 from kubelora_trainer.lora.target_modules import matches
 from kubelora_trainer.utils.third_party import FOR_QUANTISED_MODELS, not_found
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
-FEED_FORWARD = ("fc1", "fc2")
-T = TypeVar("T")
+TEXT_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
+TEXT_FEED_FORWARD = ("fc1", "fc2")
+_T = TypeVar("_T")
 
 
 def text_targets(encoder: nn.Module, part: TextEncoder, targets: str) -> list[str]:
@@ -33,7 +33,7 @@ def text_targets(encoder: nn.Module, part: TextEncoder, targets: str) -> list[st
 
     targets: as the job says; attention, or any other for the feed-forward layers too.
     """
-    ends = ATTENTION if targets == "attention" else ATTENTION + FEED_FORWARD
+    ends = TEXT_ATTENTION if targets == "attention" else TEXT_ATTENTION + TEXT_FEED_FORWARD
     names = [
         name
         for name, layer in encoder.named_modules()
@@ -67,12 +67,12 @@ def add_text_adapter(
     return initialised_modules(encoder, part, adapter.init, seed)
 
 
-def _escaped(by_name: Mapping[str, T]) -> dict[str, T]:
+def _escaped(by_name: Mapping[str, _T]) -> dict[str, _T]:
     """As patterns that match the very names."""
     return {name.replace(".", r"\."): value for name, value in by_name.items()}
 
 
-def _own(patterns: Iterable[tuple[str, T]], part: TextEncoder, name: str) -> T | None:
+def _own(patterns: Iterable[tuple[str, _T]], part: TextEncoder, name: str) -> _T | None:
     """The value of the first pattern that matches the layer's full name."""
     whole = full_name(part, name)
     return next((value for pattern, value in patterns if matches(pattern, whole)), None)

@@ -16,13 +16,13 @@ from kubelora_api.suggestions import did_you_mean
 from kubelora_trainer.utils.errors import ConfigurationError
 
 PIPELINE = "StableDiffusionXLPipeline"
-PARTS = {
+PIPELINE_PARTS = {
     "unet": "UNet2DConditionModel",
     "vae": "AutoencoderKL",
     "text_encoder": "CLIPTextModel",
     "text_encoder_2": "CLIPTextModelWithProjection",
 }
-PICKLES = (".bin", ".ckpt", ".pt", ".pth")
+PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
 WANTED = "an SDXL pipeline in diffusers layout, such as stabilityai/stable-diffusion-xl-base-1.0"
@@ -52,7 +52,7 @@ def check_pipeline(folder: Path) -> dict[str, Any]:
         raise ConfigurationError(
             f"{folder} holds a {found}, not a {PIPELINE}: model.uri needs {WANTED}."
         )
-    for part, kind in PARTS.items():
+    for part, kind in PIPELINE_PARTS.items():
         listed = index.get(part)
         there = listed[1] if isinstance(listed, list) and len(listed) == 2 else listed
         if there != kind:
@@ -66,7 +66,7 @@ def check_pipeline(folder: Path) -> dict[str, Any]:
 def _index_of(folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise ConfigurationError(f"The model folder {folder} does not exist: see model.uri.")
-    if folder.suffix in PICKLES and folder.is_file():
+    if folder.suffix in PICKLE_SUFFIXES and folder.is_file():
         raise ConfigurationError(
             f"{folder} is a pickled checkpoint, which can run code when it is loaded: model.uri "
             f"needs the folder of {WANTED}, with weights in .safetensors."
@@ -145,7 +145,7 @@ def _missing(folder: Path, variant: str | None) -> str:
             did_you_mean(variant or "", [one for name in others for one in _infixes(name)]) or "."
         )
         return f"{folder} holds no {what}, only {', '.join(others[:4])}: see model.variant{near}"
-    if any(f.suffix in PICKLES for f in folder.iterdir()):
+    if any(f.suffix in PICKLE_SUFFIXES for f in folder.iterdir()):
         return (
             f"{folder} holds no {what}, only pickled ones, which can run code when they are "
             "loaded: convert the model to safetensors."
@@ -182,7 +182,9 @@ def fingerprint(folder: Path, variant: str | None, vae: Path, vae_variant: str |
     What configurations say of where, and by which version, they were written does not count.
     """
     digest = hashlib.sha256()
-    parts = [(folder / part, variant) for part in PARTS if part != "vae"] + [(vae, vae_variant)]
+    parts = [(folder / part, variant) for part in PIPELINE_PARTS if part != "vae"] + [
+        (vae, vae_variant)
+    ]
     configs = [folder / "model_index.json", folder / "scheduler" / "scheduler_config.json"]
     for config in configs:
         digest.update(config.name.encode() + _what_decides(config))

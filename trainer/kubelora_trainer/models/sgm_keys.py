@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 Part = Literal["unet", "text_encoder", "text_encoder_2"]
-PARTS: tuple[Part, ...] = ("unet", "text_encoder", "text_encoder_2")
+SGM_PARTS: tuple[Part, ...] = ("unet", "text_encoder", "text_encoder_2")
 KOHYA_PREFIX: dict[Part, str] = {
     "unet": "lora_unet",
     "text_encoder": "lora_te1",

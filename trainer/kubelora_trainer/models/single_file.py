@@ -16,7 +16,7 @@ from diffusers import StableDiffusionXLPipeline
 from safetensors import SafetensorError, safe_open
 
 from kubelora_trainer.models.pipeline_checks import (
-    PICKLES,
+    PICKLE_SUFFIXES,
     check_pipeline,
     header_and_samples,
     read_json,
@@ -47,7 +47,7 @@ _OTHERS: tuple[tuple[str, str], ...] = (
     ("lora_te", "a LoRA, which goes to adapter.from,"),
 )
 """How names begin in what is not SDXL base, the prefix of the UNet left out."""
-FORMAT = 1
+SINGLE_FILE_FORMAT = 1
 """Raised when what is written for one file changes."""
 
 
@@ -62,7 +62,7 @@ class Header:
 def single_file_of(place: Path) -> Path | None:
     """The checkpoint that ``place`` is, or holds alone; None for a folder of another kind."""
     if place.is_file():
-        return None if place.suffix in PICKLES else place
+        return None if place.suffix in PICKLE_SUFFIXES else place
     if not place.is_dir() or (place / "model_index.json").exists():
         return None
     files = list(place.glob("*.safetensors"))
@@ -147,7 +147,7 @@ def _any(names: Iterable[str], start: str) -> bool:
 
 def _key(file: Path, lender: Path) -> str:
     """What the unpacked pipeline depends on: header and samples of the weights, configurations."""
-    digest = hashlib.sha256(f"single file {FORMAT}".encode())
+    digest = hashlib.sha256(f"single file {SINGLE_FILE_FORMAT}".encode())
     for chunk in header_and_samples(file):
         digest.update(chunk)
     for config in sorted(lender.glob("**/*.json")) + sorted(lender.glob("tokenizer*/*.txt")):

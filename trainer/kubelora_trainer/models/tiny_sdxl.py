@@ -18,7 +18,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from kubelora_trainer.models.tiny_tokenizer import END, Vocabulary, write_tokenizer
 from kubelora_trainer.utils.third_party import quiet_libraries
 
-Layout = Literal["small", "full"]
+TinyLayout = Literal["small", "full"]
 SEED = 20240229
 TEXT_WIDTH = 32
 POOLED_WIDTH = 32
@@ -42,13 +42,13 @@ class UNetShape:
         return tuple(width // 16 for width in self.widths)
 
 
-SHAPES: dict[Layout, UNetShape] = {
+SHAPES: dict[TinyLayout, UNetShape] = {
     "small": UNetShape((32, 64), (False, True), (1, 1), resnets=1, sample_size=16),
     "full": UNetShape((16, 32, 64), (False, True, True), (1, 2, 10), resnets=2, sample_size=16),
 }
 
 
-def write_pipeline(folder: Path, layout: Layout, vocabulary: Vocabulary) -> None:
+def write_pipeline(folder: Path, layout: TinyLayout, vocabulary: Vocabulary) -> None:
     """Write the pipeline's folder, its components in subfolders, index last."""
     folder.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]), quiet_libraries():

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from kubelora_trainer.data.dataset import Dataset, View
+from kubelora_trainer.data.dataset import ImageDataset, View
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.tensor_store import TensorStore, key_of, module_digest
 
-FORMAT = 3
+CACHE_FORMAT = 3
 """Raised when the code that prepares images or text changes what comes out."""
 _LATENT_PACKAGES = ("torch", "diffusers", "pillow")
 _TEXT_PACKAGES = ("torch", "transformers")
@@ -38,7 +38,7 @@ class LatentCache:
     """Latents by view."""
 
     store: TensorStore
-    dataset: Dataset
+    dataset: ImageDataset
     model: str
 
     def get(self, view: View) -> Latent | None:
@@ -104,10 +104,10 @@ class DataCache:
 NO_CACHE = DataCache()
 
 
-def open_cache(
+def build_cache(
     folder: Path,
     base: BaseModel,
-    dataset: Dataset,
+    dataset: ImageDataset,
     say: Callable[[str], None],
     *,
     text_trained: bool = False,
@@ -161,4 +161,4 @@ def _text_model(base: BaseModel) -> str:
 
 def _place(base: BaseModel, packages: tuple[str, ...]) -> dict[str, object]:
     versions = {package: version(package) for package in packages}
-    return {"format": FORMAT, "device": base.device.type, "versions": versions}
+    return {"format": CACHE_FORMAT, "device": base.device.type, "versions": versions}

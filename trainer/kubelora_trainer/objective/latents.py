@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kubelora_trainer.data.cropping import SizeConditions, TrainingImage
-from kubelora_trainer.data.dataset import Dataset, View
+from kubelora_trainer.data.dataset import ImageDataset, View
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.embedding_cache import Latent, LatentCache
@@ -38,7 +38,7 @@ class LatentSource:
     def __init__(
         self,
         base: BaseModel,
-        dataset: Dataset,
+        dataset: ImageDataset,
         order: SampleOrder,
         cache: LatentCache | None = None,
         after: Callable[[int], int] = lambda micro_step: micro_step + 1,

@@ -18,8 +18,8 @@ from torch.nn import functional
 from kubelora_api.spec import JobSpec
 from kubelora_api.status import Finding
 from kubelora_trainer.data.cropping import SizeConditions
-from kubelora_trainer.data.dataset import Dataset
-from kubelora_trainer.data.sampler import WHOLE, SampleDraw, Share
+from kubelora_trainer.data.dataset import ImageDataset
+from kubelora_trainer.data.sampler import ALL_MICRO_STEPS, SampleDraw, Share
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.draw_check import RepeatedDraws
 from kubelora_trainer.objective.embedding_cache import NO_CACHE, DataCache
@@ -28,7 +28,7 @@ from kubelora_trainer.objective.lora_dropout import AdapterDropout
 from kubelora_trainer.objective.loss_weighting import mean_errors, timestep_weights
 from kubelora_trainer.objective.text_embeddings import TextConditions
 from kubelora_trainer.utils.device import to_device
-from kubelora_trainer.utils.errors import Interrupted
+from kubelora_trainer.utils.errors import InterruptedRunError
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class SdxlObjective:
     def __init__(
         self,
         base: BaseModel,
-        dataset: Dataset,
+        dataset: ImageDataset,
         spec: JobSpec,
         cache: DataCache = NO_CACHE,
-        share: Share = WHOLE,
+        share: Share = ALL_MICRO_STEPS,
     ) -> None:
         """share: what this rank does of the work; any micro-step can be asked for all the same."""
         self._base = base
@@ -123,7 +123,7 @@ class SdxlObjective:
     def fill_cache(self, stop: Callable[[], bool], tick: Callable[[int, int], None]) -> None:
         """Compute this rank's part of what the cache may hold; tick is told (done, of how many).
 
-        Raises Interrupted on ``stop``; what was computed until then stays.
+        Raises InterruptedRunError on ``stop``; what was computed until then stays.
         """
         work: list[Callable[[], object]] = []
         if self._cache.text:
@@ -135,7 +135,7 @@ class SdxlObjective:
         work = work[self._share.rank :: self._share.size]
         for done, one in enumerate(work):
             if stop():
-                raise Interrupted(
+                raise InterruptedRunError(
                     f"stopped while the cache was filled: {done} of {len(work)} entries are kept; "
                     "the same command goes on from there"
                 )

@@ -15,7 +15,7 @@ from kubelora_trainer.optim.moments import Damping, Elements
 
 
 class AdapterOptimizer(Protocol):
-    """Turns the finished gradient into updated masters. It is a `CheckpointPart` too."""
+    """Turns the finished gradient into updated masters. It is a `Stateful` too."""
 
     @property
     def first_moment(self) -> Tensor | None:

@@ -29,7 +29,7 @@ Groups = list[dict[str, object]]
 USUAL_PRODIGY_RATES = (0.1, 10.0)
 
 
-def open_optimizer(
+def build_optimizer(
     buffers: AdapterBuffers, spec: Optimizer, scales: Sequence[float] | None = None
 ) -> AdapterOptimizer:
     """The optimizer that ``training.optimizer`` asks for.

@@ -14,8 +14,8 @@ from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.utils.stateful import check_like
 
 
-class MovingAverage:
-    """The average of the masters, ``weights``: flat, fp32. It is a `CheckpointPart`."""
+class ExponentialMovingAverage:
+    """The average of the masters, ``weights``: flat, fp32. It is a `Stateful`."""
 
     def __init__(self, buffers: AdapterBuffers, spec: Average) -> None:
         self._masters, self._spec = buffers.masters, spec
@@ -53,6 +53,6 @@ def decay_at(spec: Average, step: int) -> float:
     return min(spec.decay, (1 + step) / (10 + step)) if step else 0.0
 
 
-def open_average(buffers: AdapterBuffers, spec: Average) -> MovingAverage | None:
+def build_ema(buffers: AdapterBuffers, spec: Average) -> ExponentialMovingAverage | None:
     """The average that ``training.ema`` asks for, or None."""
-    return MovingAverage(buffers, spec) if spec.enabled else None
+    return ExponentialMovingAverage(buffers, spec) if spec.enabled else None

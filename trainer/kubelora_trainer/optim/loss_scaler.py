@@ -23,7 +23,7 @@ GROWTH_STEPS = 2000
 
 
 class LossScaler:
-    """The scale, and what it has met. A `CheckpointPart`.
+    """The scale, and what it has met. A `Stateful`.
 
     scale: fp32 scalar on the device, changed in place between windows alone. skipped: fp64 scalar,
     steps that moved nothing because the scale was too large.

@@ -27,7 +27,7 @@ class Damping:
 class Moments(Protocol):
     """What the telemetry looks at in an optimizer: flat tensors laid out like the masters.
 
-    Asked anew in every step, before and after it. None where the optimizer has no such thing.
+    Asked in every step, before and after it. None where the optimizer has no such thing.
     """
 
     @property

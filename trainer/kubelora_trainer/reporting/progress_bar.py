@@ -33,7 +33,7 @@ class ProgressView(Protocol):
         """Show one optimizer step."""
 
 
-def open_progress(console: Console, total_steps: int, done: int) -> ProgressView:
+def build_progress(console: Console, total_steps: int, done: int) -> ProgressView:
     """A bar on a terminal; elsewhere lines, twenty a run and at least one per 50 steps."""
     if console.is_terminal:
         return BarView(console, total_steps, done)

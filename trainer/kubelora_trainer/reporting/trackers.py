@@ -188,7 +188,7 @@ class MLflow:
 _KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 
 
-class Tracking:
+class TrackerSet:
     """All trackers of a run, each dropped at its first failure.
 
     warn: is told once for each tracker that fails.
@@ -226,7 +226,7 @@ class Tracking:
                 self._warn(_sentence(name, error))
 
 
-def open_tracking(folder: OutputFolder, step: int, warn: Callable[[str], None]) -> Tracking:
+def build_trackers(folder: OutputFolder, step: int, warn: Callable[[str], None]) -> TrackerSet:
     """The trackers that ``spec.tracking`` names, those that can be opened. step: resumed from."""
     settings = folder.job.spec.tracking
     opened: dict[str, Tracker] = {}
@@ -242,7 +242,7 @@ def open_tracking(folder: OutputFolder, step: int, warn: Callable[[str], None]) 
             )
         except Exception as error:
             warn(_sentence(name, error))
-    return Tracking(opened, warn)
+    return TrackerSet(opened, warn)
 
 
 def _identity(folder: OutputFolder, step: int) -> str:

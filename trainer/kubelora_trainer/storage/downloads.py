@@ -11,7 +11,7 @@ from kubelora_api.suggestions import suggestion
 from kubelora_api.uri import Place
 from kubelora_trainer.utils.atomic_io import filling
 from kubelora_trainer.utils.errors import ConfigurationError
-from kubelora_trainer.utils.paths import expanded
+from kubelora_trainer.utils.paths import expand_home
 
 Content = Literal["model", "configuration", "vae", "dataset", "adapter", "run"]
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
@@ -22,7 +22,7 @@ PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
 def cache_directory() -> Path:
     """``kubelora`` in the user's cache directory (XDG_CACHE_HOME)."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return expanded(base) / "kubelora"
+    return expand_home(base) / "kubelora"
 
 
 def wanted_files(content: Content, variant: str | None) -> list[str] | None:

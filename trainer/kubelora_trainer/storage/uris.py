@@ -17,7 +17,7 @@ from kubelora_trainer.storage.downloads import (
     wanted_files,
 )
 from kubelora_trainer.utils.errors import ConfigurationError
-from kubelora_trainer.utils.paths import expanded, nearby
+from kubelora_trainer.utils.paths import did_you_mean_path, expand_home
 
 
 def resolve_input(
@@ -58,7 +58,7 @@ def local_path(
     place = _parse(uri)
     if place.scheme == "pvc":
         return _in_claim(place, uri, mounts, claims)
-    return expanded(place.path) if place.scheme == "file" else None
+    return expand_home(place.path) if place.scheme == "file" else None
 
 
 def resolve_output(
@@ -127,6 +127,6 @@ def _in_claim(place: Place, uri: str, mounts: Mapping[str, Path], claims: Path) 
 def _existing(uri: str, path: Path) -> Path:
     if not path.exists():
         where = "" if uri == str(path) else f" (looked at {path})"
-        meant = nearby(path) or ": correct the path in the job file."
+        meant = did_you_mean_path(path) or ": correct the path in the job file."
         raise ConfigurationError(f"{uri} does not exist{where}{meant}")
     return path

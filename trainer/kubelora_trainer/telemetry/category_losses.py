@@ -42,7 +42,7 @@ class CategorySums:
 
 
 class CategoryLosses:
-    """Sums up the unfinished window. A `CheckpointPart`: windows are resumed in their middle.
+    """Sums up the unfinished window. A `Stateful`: windows are resumed in their middle.
 
     categories: of each sample of the dataset, empty for none. Without any there is nothing to sum.
     sums: of the window so far, fp64 (2, C).

@@ -39,7 +39,7 @@ from kubelora_trainer.utils.stateful import check_like
 class GradientTelemetry:
     """Measures at the points of a step where each number exists; the training loop calls in order.
 
-    A `CheckpointPart`: a run that is resumed in the middle of a window tells the same numbers.
+    A `Stateful`: a run that is resumed in the middle of a window tells the same numbers.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from kubelora_trainer.distributed.process_group import ALONE, Gang
+from kubelora_trainer.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from kubelora_trainer.objective.sdxl_loss import MicroBatchLoss
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.utils.text import ranks_named
@@ -41,13 +41,13 @@ class CompilableObjective(Protocol):
         """Loss of a micro-step, with a graph."""
 
 
-def compile_checked(
+def compile_if_gradients_match(
     objective: CompilableObjective,
     buffers: AdapterBuffers,
     say: Callable[[str], None],
     warn: Callable[[str], None],
     *,
-    gang: Gang = ALONE,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     backend: str | Callable[..., object] = "inductor",
 ) -> bool:
     """Compile the objective's UNet where that gives eager's gradient; whether it does.
@@ -76,7 +76,7 @@ def compile_checked(
         with torch.no_grad():
             buffers.working.copy_(before)
         buffers.zero_gradient()
-    problems = gang.gathered(problem)
+    problems = process_group.all_gather_object(problem)
     if any(problems):
         objective.forward = eager
         warn(f"training.compile: {_objection(problems)}; the run goes on without compilation")

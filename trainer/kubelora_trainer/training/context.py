@@ -9,10 +9,10 @@ from rich.console import Console
 
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.status import Artifact
-from kubelora_trainer.distributed.process_group import ALONE, Gang
-from kubelora_trainer.distributed.topology import ONLY_SEAT, Seat
+from kubelora_trainer.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from kubelora_trainer.distributed.topology import SINGLE_RANK, RankInfo
 from kubelora_trainer.reporting.prometheus import Exporter
-from kubelora_trainer.reporting.trackers import Tracking
+from kubelora_trainer.reporting.trackers import TrackerSet
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.utils.signals import StopRequest
 
@@ -31,7 +31,7 @@ class RunOptions:
     attempt: int | None
     termination_log: Path | None
     resume_command: str
-    seat: Seat = ONLY_SEAT
+    rank_info: RankInfo = SINGLE_RANK
 
     @property
     def in_pod(self) -> bool:
@@ -53,13 +53,13 @@ class Run:
         self.folder: OutputFolder | None = None
         self.exporter: Exporter | None = None
         self.exported: list[Artifact] = []
-        self.tracking: Tracking | None = None
-        self.gang: Gang = ALONE
+        self.tracking: TrackerSet | None = None
+        self.process_group: ProcessGroup = SINGLE_PROCESS
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which alone writes."""
-        return self.options.seat.rank == 0
+        return self.options.rank_info.rank == 0
 
     def say(self, sentence: str) -> None:
         """One line for the person, or the pod's log."""
@@ -74,4 +74,4 @@ class Run:
         if self.first:
             self.warn(sentence)
         else:
-            print(f"warning: rank {self.options.seat.rank}: {sentence}", flush=True)
+            print(f"warning: rank {self.options.rank_info.rank}: {sentence}", flush=True)

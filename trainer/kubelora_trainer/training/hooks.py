@@ -6,31 +6,31 @@ from dataclasses import dataclass
 from kubelora_api.status import Finding
 from kubelora_trainer.checkpoint.checkpointer import resume_from, save_checkpoint
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint
-from kubelora_trainer.checkpoint.rollback import go_back, gone_back
+from kubelora_trainer.checkpoint.rollback import position_after_rollback, roll_back_to
 from kubelora_trainer.checkpoint.state import RunPosition
-from kubelora_trainer.distributed.process_group import led
+from kubelora_trainer.distributed.process_group import run_on_rank0
 from kubelora_trainer.health.startup_checks import check_resumed
 from kubelora_trainer.health.watchdog import HINDSIGHT_STEPS, last_healthy_step
 from kubelora_trainer.optim.lr_schedule import steps_that_moved
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.storage.run_record import Rollback
 from kubelora_trainer.training.context import Run
-from kubelora_trainer.training.plan import Plan
+from kubelora_trainer.training.plan import TrainingPlan
 from kubelora_trainer.training.publish import draw
-from kubelora_trainer.training.setup import Material
+from kubelora_trainer.training.setup import TrainingInputs
 from kubelora_trainer.training.step_reporter import Reporter
-from kubelora_trainer.training.train_state import Learner
+from kubelora_trainer.training.train_state import TrainState
 
 
 @dataclass(frozen=True)
-class Session:
+class RunHooks:
     """The run as the training loop calls back into it. Rank 0 alone writes."""
 
     run: Run
     folder: OutputFolder
-    material: Material
-    learner: Learner
-    plan: Plan
+    inputs: TrainingInputs
+    state: TrainState
+    plan: TrainingPlan
     reporter: Reporter
     flush_log: Callable[[], None]
 
@@ -42,8 +42,8 @@ class Session:
         self.flush_log()
         saved = save_checkpoint(
             self.folder,
-            self.learner.buffers,
-            self.learner.saved_parts,
+            self.state.buffers,
+            self.state.saved_parts,
             self.reporter.position(reached),
             reached.micro_step - self.plan.window(reached.step).start,
             spec.checkpoint.keep,
@@ -54,23 +54,25 @@ class Session:
 
     def roll_back(self, reached: RunPosition, finding: Finding) -> RunPosition:
         """Go back to the last healthy checkpoint, on all ranks, and record it."""
-        run, folder, learner = self.run, self.folder, self.learner
-        buffers, parts = learner.buffers, learner.saved_parts
+        run, folder, state = self.run, self.folder, self.state
+        buffers, parts = state.buffers, state.saved_parts
         earlier: RunPosition | None = None
 
         def on_first() -> tuple[SavedCheckpoint, Rollback]:
             nonlocal earlier
             healthy = last_healthy_step(finding)
-            back = go_back(folder, buffers, parts, reached, finding, healthy, run.warn)
+            back = roll_back_to(folder, buffers, parts, reached, finding, healthy, run.warn)
             earlier = back.position
             return back.saved, back.rollback
 
-        saved, rollback = led(run.gang, on_first)
+        saved, rollback = run_on_rank0(run.process_group, on_first)
         if earlier is None:
-            earlier = gone_back(resume_from(saved, folder, buffers, parts), rollback)
-        check_resumed(learner.optimizer, earlier.step, learner.skipped_steps)
-        run.gang.gathered(None)  # all have read it, before a new checkpoint takes its place
-        moved = steps_that_moved(run.job.spec.training, earlier.step, learner.skipped_steps)
+            earlier = position_after_rollback(resume_from(saved, folder, buffers, parts), rollback)
+        check_resumed(state.optimizer, earlier.step, state.skipped_steps)
+        run.process_group.all_gather_object(
+            None
+        )  # all have read it, before a new checkpoint takes its place
+        moved = steps_that_moved(run.job.spec.training, earlier.step, state.skipped_steps)
         self.reporter.rewind(earlier, moved)
         self.checkpoint(earlier)
         folder.record = folder.record.model_copy(update={"rollback": rollback})
@@ -83,5 +85,5 @@ class Session:
         every = self.run.job.spec.validation.every_steps
         due = every and reached.step % every == 0 and reached.step < self.plan.optimizer_steps
         if due and self.run.first:
-            with self.learner.buffers.showing(self.learner.result):
-                draw(self.run, self.folder, self.material, reached.step)
+            with self.state.buffers.showing(self.state.result):
+                draw(self.run, self.folder, self.inputs, reached.step)

@@ -24,7 +24,7 @@ def first_report(folder: OutputFolder) -> RunReport:
     return RunReport(run_id=folder.run_id, attempt=folder.attempt, phase="Starting")
 
 
-def serve(run: Run, folder: OutputFolder, registry: CollectorRegistry) -> Exporter:
+def serve_metrics(run: Run, folder: OutputFolder, registry: CollectorRegistry) -> Exporter:
     """Begin to serve metrics; in a pod on the contract's port alone.
 
     Raises ConfigurationError where that port is taken.

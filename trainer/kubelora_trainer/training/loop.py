@@ -14,12 +14,12 @@ from torch import Tensor
 from kubelora_api.status import Finding
 from kubelora_api.training_spec import Training
 from kubelora_trainer.checkpoint.state import RunPosition
-from kubelora_trainer.distributed.process_group import ALONE, Exchanged, Gang
-from kubelora_trainer.distributed.reduce_payload import Asked
-from kubelora_trainer.health.policy import RollbackDue
+from kubelora_trainer.distributed.process_group import SINGLE_PROCESS, ProcessGroup, ReducedWindow
+from kubelora_trainer.distributed.reduce_payload import ControlFlags
+from kubelora_trainer.health.policy import RollbackRequiredError
 from kubelora_trainer.health.startup_checks import ReachedModules
 from kubelora_trainer.optim.base import AdapterOptimizer, clip_coefficient
-from kubelora_trainer.optim.ema import MovingAverage
+from kubelora_trainer.optim.ema import ExponentialMovingAverage
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.loss_scaler import LossScaler
 from kubelora_trainer.optim.lr_schedule import learning_rate
@@ -27,9 +27,9 @@ from kubelora_trainer.telemetry.category_losses import CategoryLosses
 from kubelora_trainer.telemetry.gradient_dump import GradientDump, MicroStepName
 from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers, StepFacts
-from kubelora_trainer.training.plan import Plan
+from kubelora_trainer.training.plan import TrainingPlan
 from kubelora_trainer.training.step_reporter import Reporter
-from kubelora_trainer.utils.errors import HeldByPolicy, PolicyFailure, RunEnded
+from kubelora_trainer.utils.errors import PolicyError, RunEndedError, SuspendedByPolicyError
 
 JUDGED_RATE_SHARE = 0.1
 """Below this share of the peak rate (warm-up from 0, a cosine's tail) even fp32 rounds updates
@@ -37,7 +37,7 @@ away, as it should; whether weights move is not judged there. At 1e-6 a step of 
 of 0.1 by 40 units in fp32's last place, a hundredth of it by less than half a unit."""
 
 
-class MicroBatch(Protocol):
+class MicroBatchOutput(Protocol):
     """What the objective gives for one micro-step: losses summed over ``samples`` samples."""
 
     @property
@@ -54,17 +54,17 @@ class Parts:
     """What a run is made of."""
 
     training: Training
-    plan: Plan
-    objective: Callable[[int], MicroBatch]
+    plan: TrainingPlan
+    objective: Callable[[int], MicroBatchOutput]
     buffers: AdapterBuffers
     optimizer: AdapterOptimizer
     telemetry: GradientTelemetry
     reporter: Reporter
-    average: MovingAverage | None = None
+    average: ExponentialMovingAverage | None = None
     categories: CategoryLosses | None = None
     scaler: LossScaler | None = None
     dump: GradientDump | None = None
-    gang: Gang = ALONE
+    process_group: ProcessGroup = SINGLE_PROCESS
 
     @property
     def sums(self) -> list[Tensor]:
@@ -91,41 +91,43 @@ def train(
     """
     reached = ReachedModules(parts.buffers)
     while position.step < parts.plan.optimizer_steps:
-        in_window = parts.gang.between_micro_steps(stop)
+        in_window = parts.process_group.between_micro_steps(stop)
         position = accumulate_window(parts, position, reached, in_window)
-        due = judged(parts.reporter)
-        asked = Asked(stop(), due is not None)
-        exchanged = parts.gang.exchange(parts.buffers, position, asked, parts.sums)
+        due = drain_reports(parts.reporter)
+        asked = ControlFlags(stop(), due is not None)
+        exchanged = parts.process_group.exchange(parts.buffers, position, asked, parts.sums)
         position = exchanged.position
         if exchanged.asked.due:
-            position = obey(parts, due, position, checkpoint, roll_back)
+            position = apply_verdict(parts, due, position, checkpoint, roll_back)
             continue
         if exchanged.asked.stop:
             return position
         pending, position = take_step(parts, exchanged)
         parts.reporter.expect(pending)
         if position.step % checkpoint_every == 0 or position.step == parts.plan.optimizer_steps:
-            heeded = obey(parts, judged(parts.reporter), position, checkpoint, roll_back)
-            if heeded is not position:
-                position = heeded
+            rolled_back = apply_verdict(
+                parts, drain_reports(parts.reporter), position, checkpoint, roll_back
+            )
+            if rolled_back is not position:
+                position = rolled_back
                 continue
             checkpoint(position)
         after_step(position)
     return position
 
 
-def judged(reporter: Reporter) -> RunEnded | RollbackDue | None:
+def drain_reports(reporter: Reporter) -> RunEndedError | RollbackRequiredError | None:
     """Report the numbers on their way; what they make due, in this rank's eyes."""
     try:
         reporter.drain()
-    except (RunEnded, RollbackDue) as due:
+    except (RunEndedError, RollbackRequiredError) as due:
         return due
     return None
 
 
-def obey(
+def apply_verdict(
     parts: Parts,
-    due: RunEnded | RollbackDue | None,
+    due: RunEndedError | RollbackRequiredError | None,
     position: RunPosition,
     checkpoint: Callable[[RunPosition], None],
     roll_back: Callable[[RunPosition, Finding], RunPosition],
@@ -134,14 +136,14 @@ def obey(
 
     Returns ``position`` itself, or an earlier one that training goes on from.
     """
-    everyones = parts.gang.gathered(due)
+    everyones = parts.process_group.all_gather_object(due)
     verdict = next((one for one in everyones if one is not None), None)
     if verdict is None:
         return position
-    if isinstance(verdict, RollbackDue):
+    if isinstance(verdict, RollbackRequiredError):
         earlier = roll_back(position, verdict.finding)
-        return parts.gang.adopt(earlier, parts.buffers, parts.sums)
-    if isinstance(verdict, (PolicyFailure, HeldByPolicy)):
+        return parts.process_group.adopt(earlier, parts.buffers, parts.sums)
+    if isinstance(verdict, (PolicyError, SuspendedByPolicyError)):
         checkpoint(position)
     verdict.alike = True
     raise verdict
@@ -152,10 +154,10 @@ def accumulate_window(
 ) -> RunPosition:
     """Run this rank's micro-steps of the window; gradients sum up in the flat buffer."""
     window = parts.plan.window(position.step)
-    own, begun = parts.gang.share.of(window), position.micro_step > window.start
+    own, begun = parts.process_group.share.of(window), position.micro_step > window.start
     loss, samples, done = position.window_loss, position.window_samples, position.micro_step
     parts.telemetry.begin_window(own, position.micro_step if begun else own.start)
-    for micro_step in parts.gang.share.of(range(position.micro_step, window.stop)):
+    for micro_step in parts.process_group.share.of(range(position.micro_step, window.stop)):
         if stop():
             break
         of_order = micro_step + position.skipped
@@ -174,7 +176,7 @@ def accumulate_window(
     return replace(position, micro_step=done, window_samples=samples, window_loss=loss)
 
 
-def take_step(parts: Parts, exchanged: Exchanged) -> tuple[PendingNumbers, RunPosition]:
+def take_step(parts: Parts, exchanged: ReducedWindow) -> tuple[PendingNumbers, RunPosition]:
     """Turn the finished window into one optimizer step, the same on every rank."""
     position, buffers, telemetry = exchanged.position, parts.buffers, parts.telemetry
     rate = learning_rate(parts.training, position.step, parts.plan.optimizer_steps)

@@ -7,7 +7,7 @@ from kubelora_trainer.data.sampler import SampleOrder
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How many steps a run has. The last window of a run by epochs may be shorter."""
 
     optimizer_steps: int
@@ -20,10 +20,10 @@ class Plan:
         return range(start, min(start + self.accumulation, self.micro_steps))
 
 
-def plan_of(training: Training, order: SampleOrder) -> Plan:
+def build_plan(training: Training, order: SampleOrder) -> TrainingPlan:
     """Steps to run: as told, or as many as ``epochs`` passes over the samples need."""
     accumulation = training.gradient_accumulation
     if training.steps is not None:
-        return Plan(training.steps, training.steps * accumulation, accumulation)
+        return TrainingPlan(training.steps, training.steps * accumulation, accumulation)
     micro_steps = (training.epochs or 0) * order.micro_steps_per_epoch
-    return Plan(-(-micro_steps // accumulation), micro_steps, accumulation)
+    return TrainingPlan(-(-micro_steps // accumulation), micro_steps, accumulation)

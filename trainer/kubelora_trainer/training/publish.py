@@ -10,7 +10,7 @@ from kubelora_trainer.export.upload import push
 from kubelora_trainer.export.verify_text_encoders import verify_text_encoders
 from kubelora_trainer.export.verify_unet import verify_export
 from kubelora_trainer.export.writers import (
-    DTYPES,
+    EXPORT_DTYPES,
     Title,
     dtype_that_holds,
     export_diffusers,
@@ -20,20 +20,20 @@ from kubelora_trainer.lora.adapter import trained_layers
 from kubelora_trainer.models.sample_images import draw_samples
 from kubelora_trainer.storage.output_dir import OutputFolder, artifact_of
 from kubelora_trainer.training.context import Run
-from kubelora_trainer.training.setup import Material
+from kubelora_trainer.training.setup import TrainingInputs
 
 
 def export_adapter(
     folder: OutputFolder,
-    material: Material,
+    inputs: TrainingInputs,
     weights: Mapping[str, torch.Tensor],
     warn: Callable[[str], None],
 ) -> list[Artifact]:
     """Write the adapter from ``weights`` (by factor), load it as a user would, and compare."""
     folder.assert_ours()
-    spec, base = folder.job.spec, material.base
-    layers = trained_layers(material.modules, weights)
-    wanted = DTYPES[spec.output.dtype]
+    spec, base = folder.job.spec, inputs.base
+    layers = trained_layers(inputs.modules, weights)
+    wanted = EXPORT_DTYPES[spec.output.dtype]
     dtype = dtype_that_holds(layers, wanted)
     if dtype != wanted:
         warn(
@@ -45,7 +45,7 @@ def export_adapter(
         spec.dataset.resolution,
         base.noise_scheduler.config.prediction_type,
     )
-    encoders = material.trained_encoders
+    encoders = inputs.trained_encoders
     exported = [export_diffusers(base.unet, layers, folder.path, dtype=dtype, encoders=encoders)]
     if not spec.adapter.dora:  # see NO_KOHYA_FILE
         exported.append(export_kohya(base.unet.config, layers, folder.path, title, dtype=dtype))
@@ -74,14 +74,14 @@ def export_adapter(
     return [artifact_of(folder, file.path) for file in exported]
 
 
-def draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None:
+def draw(run: Run, folder: OutputFolder, inputs: TrainingInputs, step: int) -> None:
     """Draw the sample images of ``step``, where the job has prompts."""
     spec = run.job.spec
     if spec.validation.prompts:
         folder.assert_ours()
         paths = draw_samples(
-            material.base,
-            material.base.unet,
+            inputs.base,
+            inputs.base.unet,
             spec.validation,
             folder.place(OutputPath.SAMPLES),
             step,
@@ -92,7 +92,7 @@ def draw(run: Run, folder: OutputFolder, material: Material, step: int) -> None:
             run.tracking.log_samples(paths, step)
 
 
-def push_adapter(run: Run, folder: OutputFolder, artifacts: list[Artifact]) -> None:
+def upload_adapter(run: Run, folder: OutputFolder, artifacts: list[Artifact]) -> None:
     """Copy the finished adapter to where the job says, and note that it is there."""
     run.exported = artifacts
     if uri := run.job.spec.output.push:

@@ -24,19 +24,19 @@ from kubelora_trainer.distributed.launcher import (
     launch,
     sentence_of,
 )
-from kubelora_trainer.distributed.topology import Layout, Seat
+from kubelora_trainer.distributed.topology import NodeTopology, RankInfo
 from kubelora_trainer.storage.output_dir import run_id_of
 from kubelora_trainer.training.context import RunOptions
 from kubelora_trainer.utils.signals import StopRequest
 
-TELL_THEMSELVES = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.HELD)
+REPORTED_BY_THE_RANK = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.HELD)
 """Codes of which rank 0's own last words say all."""
 
 
 def run_ranks(
     job: LoraTrainingJob,
     options: RunOptions,
-    layout: Layout,
+    layout: NodeTopology,
     stop: StopRequest,
     tell: Callable[[str], None],
 ) -> int:
@@ -46,7 +46,7 @@ def run_ranks(
         work = partial(run_rank, job, options, reports)
         end = deciding(launch(work, layout, lambda: stop.requested))
         code, sentence = exit_code_of(end), sentence_of(end, layout.size)
-        if code not in TELL_THEMSELVES:
+        if code not in REPORTED_BY_THE_RANK:
             tell(f"error: {sentence}")
         if code == ExitCode.PEER_LOST and layout.nodes > 1:
             _let_the_cause_go_first(stop)
@@ -73,18 +73,21 @@ def _let_the_cause_go_first(stop: StopRequest) -> None:
 
 
 def run_rank(
-    job: LoraTrainingJob, options: RunOptions, reports: Path, seat: Seat, stop: StopRequest
+    job: LoraTrainingJob, options: RunOptions, reports: Path, rank_info: RankInfo, stop: StopRequest
 ) -> None:
     """One rank's run. Rank 0 alone speaks; each leaves its final report in ``reports``."""
-    if seat.rank != 0 and seat.local_rank == 0:
-        print(f"rank {seat.rank} of {seat.size} trains with rank 0, whose pod tells of the run")
+    if rank_info.rank != 0 and rank_info.local_rank == 0:
+        print(
+            f"rank {rank_info.rank} of {rank_info.size} trains with rank 0, "
+            "whose pod reports for the run"
+        )
     from kubelora_trainer.utils.third_party import import_heavy_libraries
 
     import_heavy_libraries()  # of no use to the launcher
     from kubelora_trainer.training.run import run_job
 
-    own = replace(options, seat=seat, termination_log=reports / f"{seat.rank}.json")
-    run_job(job, own, stop, Console(quiet=seat.rank != 0))
+    own = replace(options, rank_info=rank_info, termination_log=reports / f"{rank_info.rank}.json")
+    run_job(job, own, stop, Console(quiet=rank_info.rank != 0))
 
 
 def final_report(

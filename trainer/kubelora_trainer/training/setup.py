@@ -15,11 +15,11 @@ from torch import nn
 from kubelora_api.names import OutputPath
 from kubelora_api.spec import Adapter, JobSpec, Model
 from kubelora_api.types import TextEncoder
-from kubelora_trainer.data.dataset import Dataset, open_dataset
+from kubelora_trainer.data.dataset import ImageDataset, build_dataset
 from kubelora_trainer.data.preflight_report import PreflightReport, report_text, write_report
 from kubelora_trainer.data.sources import open_extra_sources, open_folder
 from kubelora_trainer.data.token_limits import caption_limits
-from kubelora_trainer.distributed.topology import ONLY_SEAT, Seat
+from kubelora_trainer.distributed.topology import SINGLE_RANK, RankInfo
 from kubelora_trainer.lora.adapter import AdapterModule, add_adapter
 from kubelora_trainer.lora.init_from_lora import warm_start
 from kubelora_trainer.lora.text_encoder import add_text_adapter
@@ -31,7 +31,7 @@ from kubelora_trainer.models.single_file import (
     single_file_of,
     unpack,
 )
-from kubelora_trainer.objective.embedding_cache import NO_CACHE, open_cache
+from kubelora_trainer.objective.embedding_cache import NO_CACHE, build_cache
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective
 from kubelora_trainer.optim.flat_buffers import Factor
 from kubelora_trainer.optim.precision import DTYPES
@@ -41,8 +41,8 @@ from kubelora_trainer.storage.uris import resolve_cache, resolve_input
 from kubelora_trainer.utils.atomic_io import writing_to
 from kubelora_trainer.utils.cpu_threads import cpu_quota, thread_count, usable_cores
 from kubelora_trainer.utils.device import choose_device
-from kubelora_trainer.utils.errors import Interrupted
-from kubelora_trainer.utils.progress_log import counting
+from kubelora_trainer.utils.errors import InterruptedRunError
+from kubelora_trainer.utils.progress_log import log_progress
 
 DEFAULT_CONFIG = "hf://stabilityai/stable-diffusion-xl-base-1.0"
 """Lends configurations and tokenizers to single-file models."""
@@ -52,12 +52,12 @@ TEXT_PARTS: tuple[TextEncoder, TextEncoder] = ("text_encoder", "text_encoder_2")
 
 
 @dataclass(frozen=True)
-class Material:
+class TrainingInputs:
     """The opened inputs of a run."""
 
     base: BaseModel
     modules: tuple[AdapterModule, ...]
-    dataset: Dataset
+    dataset: ImageDataset
     objective: SdxlObjective
 
     @property
@@ -82,21 +82,22 @@ def factors_of(modules: Sequence[AdapterModule]) -> list[Factor]:
     ]
 
 
-def open_material(
+def build_training_inputs(
     spec: JobSpec,
     mounts: Mapping[str, Path],
     output: OutputFolder,
     say: Callable[[str], None],
     *,
     stop: Callable[[], bool] = lambda: False,
-    seat: Seat = ONLY_SEAT,
+    rank_info: RankInfo = SINGLE_RANK,
     at_once: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
-) -> Material:
+) -> TrainingInputs:
     """Open dataset (first, it is quick to judge), model and adapter. Rank 0 publishes preflight.
 
     stop: asked between images, so that a long preflight can be ended. at_once: a context, told what
-    goes on, that ends what can't be asked (a download, weights being read). Raises Interrupted
-    then, and ConfigurationError for whatever is missing, damaged or of another kind.
+    goes on, that ends what can't be asked (a download, weights being read). Raises
+    InterruptedRunError then, and ConfigurationError for whatever is missing, damaged or of
+    another kind.
     """
     device = choose_device(spec, torch.cuda.is_available())
     with at_once("while the model was fetched"):
@@ -104,17 +105,17 @@ def open_material(
         vae = resolve_input(spec.model.vae, mounts, content="vae") if spec.model.vae else None
 
     def publish(report: PreflightReport) -> None:
-        if seat.rank != 0:
+        if rank_info.rank != 0:
             return
         with writing_to(output.path):
             write_report(report, output.place(OutputPath.PREFLIGHT))
         say(report_text(report))
 
-    progress = counting("data: images read", say)
+    progress = log_progress("data: images read", say)
 
     def tick(done: int, total: int) -> None:
         if stop():
-            raise Interrupted(
+            raise InterruptedRunError(
                 f"stopped while the data was looked at, {done} of {total} images; nothing is lost, "
                 "the same command begins anew"
             )
@@ -123,7 +124,7 @@ def open_material(
     with at_once("while the data was fetched"):
         folder = open_folder(spec.dataset.uri, spec.dataset.columns, mounts)
         extra = open_extra_sources(spec.dataset, mounts)
-    dataset = open_dataset(
+    dataset = build_dataset(
         folder,
         spec.dataset,
         extra=extra,
@@ -145,21 +146,23 @@ def open_material(
         if spec.adapter.from_:
             place = resolve_input(spec.adapter.from_, mounts, content="adapter")
             say(f"adapter: starts from {warm_start(modules, base.unet, place)}")
-    limit_threads(sum(p.numel() for p in base.unet.parameters()), seat.ranks_per_node)
+    limit_threads(sum(p.numel() for p in base.unet.parameters()), rank_info.ranks_per_node)
     say(
         f"model: {model_folder} on {device}; adapter: {len(modules)} modules, "
         f"{sum(p.numel() for m in modules for p in m.factors.values()):,} parameters"
     )
     cache = NO_CACHE
     if spec.dataset.cache:
-        cache = open_cache(
+        cache = build_cache(
             resolve_cache(spec.dataset.cache, mounts),
             base,
             dataset,
             say,
             text_trained=bool(spec.adapter.text_encoders),
         )
-    return Material(base, modules, dataset, SdxlObjective(base, dataset, spec, cache, seat.share))
+    return TrainingInputs(
+        base, modules, dataset, SdxlObjective(base, dataset, spec, cache, rank_info.share)
+    )
 
 
 def add_adapters(base: BaseModel, adapter: Adapter, seed: int) -> tuple[AdapterModule, ...]:

@@ -4,7 +4,7 @@ import torch
 
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint
 from kubelora_trainer.checkpoint.state import RunPosition
-from kubelora_trainer.health.baseline import Baseline, open_baseline
+from kubelora_trainer.health.baseline import Baseline, load_baseline
 from kubelora_trainer.health.startup_checks import check_dtypes, check_fresh_adapter, check_resumed
 from kubelora_trainer.lora.dora import NO_KOHYA_FILE
 from kubelora_trainer.optim.build import rate_warning
@@ -13,13 +13,13 @@ from kubelora_trainer.storage.output_dir import OutputFolder, installed_versions
 from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.storage.uris import resolve_input
 from kubelora_trainer.training.context import Run
-from kubelora_trainer.training.rank_sync import resume_together
-from kubelora_trainer.training.setup import Material
-from kubelora_trainer.training.train_state import Learner
+from kubelora_trainer.training.rank_sync import resume_on_all_ranks
+from kubelora_trainer.training.setup import TrainingInputs
+from kubelora_trainer.training.train_state import TrainState
 from kubelora_trainer.utils.errors import ConfigurationError
 
 
-def hold_against(
+def load_baseline_for_run(
     run: Run, folder: OutputFolder, made_of: RunRecord, total_steps: int
 ) -> Baseline | None:
     """Note what the run is made of, and open its baseline, if it has one, on the first rank."""
@@ -32,7 +32,7 @@ def hold_against(
         except ConfigurationError as error:
             raise ConfigurationError(f"health.baseline: {error}") from error
         document = run.job.document()
-        baseline = open_baseline(uri, place, document, installed_versions(), digest, total_steps)
+        baseline = load_baseline(uri, place, document, installed_versions(), digest, total_steps)
         for line in baseline.told():
             run.say(line)
     folder.record = folder.record.model_copy(
@@ -48,16 +48,16 @@ def hold_against(
     return baseline
 
 
-def begin(
-    run: Run, folder: OutputFolder, material: Material, learner: Learner
+def start_or_resume(
+    run: Run, folder: OutputFolder, inputs: TrainingInputs, state: TrainState
 ) -> tuple[RunPosition, SavedCheckpoint | None]:
     """Resume or start afresh; check and print the start-up contract."""
-    buffers = learner.buffers
-    resumed = resume_together(run, folder, buffers, learner.saved_parts)
-    beside = {"optimizer state": learner.optimizer.state_bytes}
-    if learner.average:
+    buffers = state.buffers
+    resumed = resume_on_all_ranks(run, folder, buffers, state.saved_parts)
+    beside = {"optimizer state": state.optimizer.state_bytes}
+    if state.average:
         beside["average"] = 4 * buffers.numel
-    run.say(f"contract: {check_dtypes(buffers, learner.optimizer)}")
+    run.say(f"contract: {check_dtypes(buffers, state.optimizer)}")
     run.say(f"memory of the adapter: {describe_memory(buffers.copy_bytes() | beside)}")
     doubtful = rate_warning(run.job.spec.training)
     for sentence in [*lossy_warnings(buffers.plan), *([doubtful] if doubtful else [])]:
@@ -68,12 +68,12 @@ def begin(
         if folder.record.total_steps is not None:  # an earlier attempt came as far as training
             run.say("no checkpoint of this run is left, so it begins at its first step again")
         if not run.job.spec.adapter.from_:
-            check_fresh_adapter(buffers, material.modules)
+            check_fresh_adapter(buffers, inputs.modules)
             run.say("contract: a fresh adapter, |B·A| = 0")
         no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
         return RunPosition(window_loss=no_loss), None
     position, saved = resumed
-    held = check_resumed(learner.optimizer, position.step, learner.skipped_steps)
+    held = check_resumed(state.optimizer, position.step, state.skipped_steps)
     run.say(f"contract: {held}")
     run.stop.saved(position.step)
     run.say(f"resuming from {saved.path} at step {position.step}")

@@ -30,7 +30,7 @@ from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
 from kubelora_trainer.telemetry.worst_modules import worst_modules
-from kubelora_trainer.utils.errors import HeldByPolicy
+from kubelora_trainer.utils.errors import SuspendedByPolicyError
 
 UNSETTLED_STEPS = 3
 """First steps left out of the gradient-norm range: lora_B starts at 0."""
@@ -83,8 +83,8 @@ class Reporter:
         """Read and report the numbers on their way, if any.
 
         Raises NumericalError for a gradient that is not finite or a broken start-up contract, and
-        what the health policy wants of a critical finding: PolicyFailure, HeldByPolicy,
-        RollbackDue.
+        what the health policy wants of a critical finding: PolicyError, SuspendedByPolicyError,
+        RollbackRequiredError.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -147,7 +147,7 @@ class Reporter:
     def _judge(self, numbers: StepNumbers) -> None:
         finding = self.watch.due
         due = health_policy.verdict_on(finding, self._policy, self._rollback) if finding else None
-        if isinstance(due, HeldByPolicy):
+        if isinstance(due, SuspendedByPolicyError):
             self.watch = health.accept(self.watch)
             raise due
         if due and self._policy.policy == "Rollback":

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from kubelora_trainer.optim.base import AdapterOptimizer
-from kubelora_trainer.optim.build import open_optimizer
-from kubelora_trainer.optim.ema import MovingAverage, open_average
+from kubelora_trainer.optim.build import build_optimizer
+from kubelora_trainer.optim.ema import ExponentialMovingAverage, build_ema
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.loss_scaler import LossScaler
 from kubelora_trainer.optim.param_groups import rate_scales
@@ -15,27 +15,27 @@ from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.telemetry.category_losses import CategoryLosses
 from kubelora_trainer.telemetry.gradient_dump import GradientDump
 from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry
-from kubelora_trainer.training.compile import compile_checked
+from kubelora_trainer.training.compile import compile_if_gradients_match
 from kubelora_trainer.training.context import Run
-from kubelora_trainer.training.setup import Material
-from kubelora_trainer.utils.stateful import CheckpointPart
+from kubelora_trainer.training.setup import TrainingInputs
+from kubelora_trainer.utils.stateful import Stateful
 
 
 @dataclass(frozen=True)
-class Learner:
+class TrainState:
     """The adapter and what moves and measures it."""
 
     buffers: AdapterBuffers
     optimizer: AdapterOptimizer
     telemetry: GradientTelemetry
     categories: CategoryLosses
-    average: MovingAverage | None
+    average: ExponentialMovingAverage | None
     scaler: LossScaler | None
 
     @property
-    def saved_parts(self) -> dict[str, CheckpointPart]:
+    def saved_parts(self) -> dict[str, Stateful]:
         """What a checkpoint holds beside the buffers, by name."""
-        parts: dict[str, CheckpointPart | None] = {
+        parts: dict[str, Stateful | None] = {
             "optimizer": self.optimizer,
             "categories": self.categories,
             "telemetry": self.telemetry,
@@ -66,27 +66,29 @@ class Learner:
             self.buffers.plan.compute,
             run.warn_alone,
             self.scaler.scale if self.scaler else None,
-            run.gang.share,
+            run.process_group.share,
         )
 
 
-def open_learner(run: Run, material: Material) -> Learner:
+def build_train_state(run: Run, inputs: TrainingInputs) -> TrainState:
     """Lay the adapter out in its buffers, and open optimizer, average, scaler and telemetry."""
     training, precision = run.job.spec.training, plan_precision(run.job.spec.precision)
-    device = material.base.device
-    categories = CategoryLosses([s.category for s in material.dataset.samples], device)
-    tail = run.gang.tail_elements(categories.sums.numel())
-    buffers = AdapterBuffers(material.factors, precision, tail)
+    device = inputs.base.device
+    categories = CategoryLosses([s.category for s in inputs.dataset.samples], device)
+    tail = run.process_group.tail_elements(categories.sums.numel())
+    buffers = AdapterBuffers(inputs.factors, precision, tail)
     if training.compile:
-        compile_checked(material.objective, buffers, run.say, run.warn, gang=run.gang)
+        compile_if_gradients_match(
+            inputs.objective, buffers, run.say, run.warn, process_group=run.process_group
+        )
     scales = rate_scales(buffers.slots, training)
-    optimizer = open_optimizer(buffers, training.optimizer, scales)
+    optimizer = build_optimizer(buffers, training.optimizer, scales)
     scaler = LossScaler(buffers.masters.device) if precision.scales_loss else None
-    return Learner(
+    return TrainState(
         buffers=buffers,
         optimizer=optimizer,
         telemetry=GradientTelemetry(buffers, optimizer, scales, scaler.scale if scaler else None),
         categories=categories,
-        average=open_average(buffers, training.ema),
+        average=build_ema(buffers, training.ema),
         scaler=scaler,
     )

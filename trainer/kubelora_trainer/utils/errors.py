@@ -10,7 +10,7 @@ from kubelora_api.names import ExitCode
 from kubelora_trainer.utils.text import printable
 
 
-class RunEnded(Exception):
+class RunEndedError(Exception):
     """A run stops with a sentence and an exit code of the contract."""
 
     exit_code: ClassVar[ExitCode]
@@ -23,47 +23,47 @@ class RunEnded(Exception):
         super().__init__(printable(sentence))
 
 
-class ConfigurationError(RunEnded):
+class ConfigurationError(RunEndedError):
     """Job file, model, data or output place are wrong; trying again would not help."""
 
     exit_code = ExitCode.CONFIGURATION
 
 
-class NumericalError(RunEnded):
+class NumericalError(RunEndedError):
     """Training would be, or was, numerically wrong."""
 
     exit_code = ExitCode.NUMERICAL
 
 
-class PolicyFailure(NumericalError):
+class PolicyError(NumericalError):
     """A critical finding that ``health.policy`` lets no run go on from; the state was saved."""
 
 
-class HeldByPolicy(RunEnded):
+class SuspendedByPolicyError(RunEndedError):
     """A critical finding under ``health.policy: Suspend``; a checkpoint waits for the user."""
 
     exit_code = ExitCode.HELD
 
 
-class PeerLost(RunEnded):
+class PeerLostError(RunEndedError):
     """Another rank of the run went away; never the cause, which is in that rank's words."""
 
     exit_code = ExitCode.PEER_LOST
 
 
-class PeerSilent(RunEnded):
+class PeerTimeoutError(RunEndedError):
     """Another rank of the run lives on without a word; it can't tell the cause itself."""
 
     exit_code = ExitCode.INTERNAL
 
 
-class PushFailed(RunEnded):
+class UploadError(RunEndedError):
     """The adapter is done, but copying it elsewhere failed in a way that may pass."""
 
     exit_code = ExitCode.INTERNAL
 
 
-class Interrupted(RunEnded):
+class InterruptedRunError(RunEndedError):
     """Stopped on request, after a checkpoint."""
 
     exit_code = ExitCode.INTERRUPTED

@@ -6,7 +6,7 @@ from kubelora_api.suggestions import nearest
 from kubelora_trainer.utils.errors import ConfigurationError
 
 
-def expanded(path: str) -> Path:
+def expand_home(path: str) -> Path:
     """The path with ``~`` written out. Raises ConfigurationError for a user who is not known."""
     try:
         return Path(path).expanduser()
@@ -21,7 +21,7 @@ _LOOKED_AT = 2000
 """Entries of a folder of millions are not all read for the sake of a sentence."""
 
 
-def nearby(path: Path) -> str:
+def did_you_mean_path(path: Path) -> str:
     """``; did you mean 'photos/bottles'?`` for the first part of ``path`` that is not there.
 
     Nothing where no entry of its folder is like it, or the folder can't be read.

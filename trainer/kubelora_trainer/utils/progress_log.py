@@ -8,7 +8,7 @@ from kubelora_trainer.utils.text import duration_text
 PAUSE_SECONDS = 5.0
 
 
-def counting(
+def log_progress(
     what: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[int, int], None]:
     """A function to tell (done, of how many): a line every 5 s, with the time left."""

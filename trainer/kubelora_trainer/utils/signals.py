@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Final
 
 from kubelora_api.names import ExitCode
-from kubelora_trainer.utils.errors import Interrupted
+from kubelora_trainer.utils.errors import InterruptedRunError
 
 ENDED_AT_ONCE: Final = 128 + signal.SIGINT
 """Exit code after a second Ctrl-C, as a shell tells it."""
@@ -50,7 +50,7 @@ class StopRequest:
         """A time when nothing is to be saved: a signal ends it wherever it is.
 
         doing: what goes on, for the sentence, such as "while the model was read".
-        Raises Interrupted.
+        Raises InterruptedRunError.
         """
         self._doing = doing
         try:
@@ -59,7 +59,7 @@ class StopRequest:
             yield
             self._doing = None  # here, so that a signal on the way out is no stray exception
         except _Stopped:
-            raise Interrupted(self._sentence(doing)) from None
+            raise InterruptedRunError(self._sentence(doing)) from None
         finally:
             self._doing = None
 

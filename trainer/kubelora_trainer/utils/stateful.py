@@ -13,7 +13,7 @@ from torch import Tensor
 from kubelora_api.schema import JsonObject
 
 
-class CheckpointPart(Protocol):
+class Stateful(Protocol):
     """State that is saved and taken over again, to the bit."""
 
     def tensors(self) -> Mapping[str, Tensor]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kubelora_trainer.distributed.process_group import Gang
+from kubelora_trainer.distributed.process_group import ProcessGroup
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.precision import PrecisionPlan
-from kubelora_trainer.training.compile import compile_checked
+from kubelora_trainer.training.compile import compile_if_gradients_match
 from kubelora_trainer.utils.signals import StopRequest
 from tests.trainer.fixtures.engine import tiny_factors
 from tests.trainer.fixtures.processes import run_gang
@@ -23,19 +23,21 @@ def _broken(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Call
     raise RuntimeError("no C compiler")
 
 
-def _compile(plan: PrecisionPlan, at_fault: dict[int, str], gang: Gang, stop: StopRequest) -> Any:
+def _compile(
+    plan: PrecisionPlan, at_fault: dict[int, str], process_group: ProcessGroup, stop: StopRequest
+) -> Any:
     """Whether the rank compiled, whether it now computes with eager code, what it was told."""
     backends: dict[str, Any] = {"raises": _broken, "wrong": backward_times(1.5)}
     factors = tiny_factors()
     objective = TinyObjective(factors)
     eager, told = objective.forward, list[str]()
-    compiled = compile_checked(
+    compiled = compile_if_gradients_match(
         objective,
         AdapterBuffers(factors, plan),
         told.append,
         told.append,
-        gang=gang,
-        backend=backends.get(at_fault.get(gang.share.rank, ""), "aot_eager"),
+        process_group=process_group,
+        backend=backends.get(at_fault.get(process_group.share.rank, ""), "aot_eager"),
     )
     return compiled, objective.forward is eager, told
 

@@ -16,8 +16,13 @@ from kubelora_api.names import ExitCode
 from kubelora_api.spec import Health
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.distributed.launcher import RankEnd, deciding, exit_code_of
-from kubelora_trainer.distributed.process_group import Exchanged, Gang, ProcessGang, led
-from kubelora_trainer.distributed.reduce_payload import Asked
+from kubelora_trainer.distributed.process_group import (
+    DistributedGroup,
+    ProcessGroup,
+    ReducedWindow,
+    run_on_rank0,
+)
+from kubelora_trainer.distributed.reduce_payload import ControlFlags
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.utils.errors import ConfigurationError
@@ -144,12 +149,16 @@ def test_without_a_checkpoint_to_go_back_to_both_ranks_fail_alike(tmp_path: Path
         assert in_agreement(tmp_path / "b", rank)
 
 
-class Blind(ProcessGang):
+class Blind(DistributedGroup):
     """Ranks of which the second gets a damaged sum in one window."""
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
-    ) -> Exchanged:
+        self,
+        buffers: AdapterBuffers,
+        position: RunPosition,
+        asked: ControlFlags,
+        sums: Sequence[Tensor],
+    ) -> ReducedWindow:
         exchanged = super().exchange(buffers, position, asked, sums)
         if self.share.rank == 1 and position.step == 3:
             buffers.gradient[0] = math.nan
@@ -159,8 +168,8 @@ class Blind(ProcessGang):
 def test_what_one_rank_alone_finds_ends_all_of_them(tmp_path: Path) -> None:
     """Rank 1's copy of the sum is damaged; rank 0's numbers are healthy, yet it ends too."""
 
-    def among(gang: Gang) -> Gang:
-        return Blind(gang.share.rank, gang.share.size)
+    def among(process_group: ProcessGroup) -> ProcessGroup:
+        return Blind(process_group.share.rank, process_group.share.size)
 
     ends, _ = run_gang(2, train_engine(tmp_path / "n", among=among), tmp_path / "b")
     assert codes(ends) == {0: 3, 1: 3}
@@ -183,11 +192,11 @@ def test_ranks_skip_the_same_step_where_one_ranks_scaled_gradient_overflows(tmp_
     assert ranks[0]["findings"] == {}
 
 
-def _refused_by_first(gang: Gang, stop: StopRequest) -> int:
+def _refused_by_first(process_group: ProcessGroup, stop: StopRequest) -> int:
     def act() -> int:
         raise ConfigurationError("the output belongs to another run")
 
-    return led(gang, act)
+    return run_on_rank0(process_group, act)
 
 
 def test_what_rank_0_refuses_for_all_is_said_by_all_alike(tmp_path: Path) -> None:

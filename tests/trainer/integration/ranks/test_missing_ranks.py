@@ -13,9 +13,9 @@ from torch import distributed
 
 from kubelora_api.names import ExitCode
 from kubelora_trainer.distributed.launcher import deciding, exit_code_of, sentence_of
-from kubelora_trainer.distributed.missing_ranks import RollCall
-from kubelora_trainer.distributed.process_group import Gang
-from kubelora_trainer.utils.errors import PeerLost, PeerSilent
+from kubelora_trainer.distributed.missing_ranks import RankMonitor
+from kubelora_trainer.distributed.process_group import ProcessGroup
+from kubelora_trainer.utils.errors import PeerLostError, PeerTimeoutError
 from kubelora_trainer.utils.signals import StopRequest
 from kubelora_trainer.utils.text import ranks_named
 from tests.trainer.fixtures.engine import Engine
@@ -29,7 +29,7 @@ def sent(number: signal.Signals, rank: int) -> Callable[[Engine, int], None]:
     """In its third window, a rank of four sends itself a signal."""
 
     def before(engine: Engine, micro_step: int) -> None:
-        if engine.parts.gang.share.rank == rank and micro_step >= 6:
+        if engine.parts.process_group.share.rank == rank and micro_step >= 6:
             os.kill(os.getpid(), number)
 
     return before
@@ -66,8 +66,8 @@ def test_a_stopped_rank_ends_the_gang_after_the_stated_silence_and_is_named(
     )
 
 
-def _asleep(gang: Gang, stop: StopRequest) -> None:
-    if gang.share.rank == 1:
+def _asleep(process_group: ProcessGroup, stop: StopRequest) -> None:
+    if process_group.share.rank == 1:
         time.sleep(600)
 
 
@@ -95,10 +95,10 @@ class Place:
     def set_timeout(self, timeout: timedelta) -> None: ...
 
 
-def roll_call(place: Place | None, waited: float) -> RollCall:
+def roll_call(place: Place | None, waited: float) -> RankMonitor:
     """Of rank 0 of four that waited so many seconds, of 60; later looks are a second apart."""
     ticks = iter([0.0, *(waited + n for n in range(100))])
-    return RollCall(place, 0, 4, timedelta(seconds=60), lambda: next(ticks))
+    return RankMonitor(place, 0, 4, timedelta(seconds=60), lambda: next(ticks))
 
 
 @pytest.mark.parametrize(
@@ -111,22 +111,22 @@ def roll_call(place: Place | None, waited: float) -> RollCall:
     ],
 )
 def test_who_does_not_miss_anyone_is_missing(place: Place | None, named: str) -> None:
-    with pytest.raises(PeerLost, match=named), roll_call(place, 2.0).around():
+    with pytest.raises(PeerLostError, match=named), roll_call(place, 2.0).around():
         raise RuntimeError("Connection closed by peer")
 
 
 def test_waiting_in_vain_is_another_ending_than_a_broken_connection() -> None:
     ranks = roll_call(Place("misses/2", "misses/3"), 58.0)
-    with pytest.raises(PeerSilent, match=r"rank 1 .* said nothing for 60 s"), ranks.around():
+    with pytest.raises(PeerTimeoutError, match=r"rank 1 .* said nothing for 60 s"), ranks.around():
         raise RuntimeError("Timed out waiting 60000ms for recv operation to complete")
-    assert PeerSilent.exit_code == ExitCode.INTERNAL
+    assert PeerTimeoutError.exit_code == ExitCode.INTERNAL
 
 
 @pytest.mark.parametrize(("rank", "says_it"), [(1, True), (2, False), (3, False)])
 def test_of_those_who_are_left_the_first_says_it(rank: int, says_it: bool) -> None:
     """Rank 0 went away."""
-    left = RollCall(Place("misses/1", "misses/2", "misses/3"), rank, 4, timedelta(seconds=60))
-    with pytest.raises(PeerLost) as lost, left.around():
+    left = RankMonitor(Place("misses/1", "misses/2", "misses/3"), rank, 4, timedelta(seconds=60))
+    with pytest.raises(PeerLostError) as lost, left.around():
         raise RuntimeError("Connection closed by peer")
     assert lost.value.told_by_another is not says_it
 

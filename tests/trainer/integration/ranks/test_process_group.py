@@ -17,12 +17,12 @@ from torch import Tensor
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.data.sampler import SampleOrder, Share
 from kubelora_trainer.distributed.launcher import deciding, exit_code_of, launch
-from kubelora_trainer.distributed.process_group import Exchanged, Gang, ProcessGang
-from kubelora_trainer.distributed.reduce_payload import Asked, checksum
-from kubelora_trainer.distributed.topology import Layout
+from kubelora_trainer.distributed.process_group import DistributedGroup, ProcessGroup, ReducedWindow
+from kubelora_trainer.distributed.reduce_payload import ControlFlags, checksum
+from kubelora_trainer.distributed.topology import NodeTopology
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.precision import PrecisionPlan
-from kubelora_trainer.training.plan import Plan
+from kubelora_trainer.training.plan import TrainingPlan
 from tests.trainer.fixtures.engine import Engine
 from tests.trainer.fixtures.processes import DEADLINE_SECONDS, Carried, ended_by, in_rank, run_gang
 from tests.trainer.fixtures.rank_runs import BF16, FP32, train_engine
@@ -30,7 +30,7 @@ from tests.trainer.fixtures.rank_runs import BF16, FP32, train_engine
 
 def seen_by(size: int, steps: range, accumulation: int) -> list[list[int]]:
     """Micro-steps of each rank, in its order, over some optimizer steps."""
-    plan = Plan(steps.stop, steps.stop * accumulation, accumulation)
+    plan = TrainingPlan(steps.stop, steps.stop * accumulation, accumulation)
     return [
         [m for step in steps for m in Share(rank, size).of(plan.window(step))]
         for rank in range(size)
@@ -105,12 +105,16 @@ def test_a_rank_whose_weights_differ_by_one_bit_shows_in_the_divergence(tmp_path
         assert all(d > 0 for d in rank["divergence"][3:])
 
 
-class Unsynchronised(ProcessGang):
+class Unsynchronised(DistributedGroup):
     """Ranks that in one window keep their own gradients, as when an all-reduce went missing."""
 
     def exchange(
-        self, buffers: AdapterBuffers, position: RunPosition, asked: Asked, sums: Sequence[Tensor]
-    ) -> Exchanged:
+        self,
+        buffers: AdapterBuffers,
+        position: RunPosition,
+        asked: ControlFlags,
+        sums: Sequence[Tensor],
+    ) -> ReducedWindow:
         own = buffers.gradient.clone()
         exchanged = super().exchange(buffers, position, asked, sums)
         if position.step == 3:
@@ -121,8 +125,8 @@ class Unsynchronised(ProcessGang):
 def test_a_gradient_that_was_not_synchronised_is_found_in_the_next_step(tmp_path: Path) -> None:
     """The fourth step's is lost; the weights that the fifth is computed with tell of it."""
 
-    def among(gang: Gang) -> Gang:
-        return Unsynchronised(gang.share.rank, gang.share.size)
+    def among(process_group: ProcessGroup) -> ProcessGroup:
+        return Unsynchronised(process_group.share.rank, process_group.share.size)
 
     _, ranks = run_gang(2, train_engine(tmp_path / "n", among=among), tmp_path / "b")
     assert ranks[0]["findings"] == {"RanksDiverged": 5}
@@ -217,6 +221,6 @@ def test_the_ranks_of_two_nodes_meet_at_the_first_nodes_address(tmp_path: Path) 
 
 def _node(node: int, port: int, folder: Path) -> int:
     """One node's launcher, with one rank; its exit code."""
-    layout = Layout(nodes=2, node=node, ranks_per_node=1, address="localhost", port=port)
+    layout = NodeTopology(nodes=2, node=node, ranks_per_node=1, address="localhost", port=port)
     work = Carried(partial(in_rank, train_engine(folder / "n"), folder))
     return exit_code_of(deciding(launch(work, layout, lambda: False, start_method="forkserver")))

@@ -16,7 +16,7 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import ENV_ATTEMPT, ENV_TERMINATION_LOG
 from kubelora_api.report import FinalReport
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.distributed.topology import Seat
+from kubelora_trainer.distributed.topology import RankInfo
 from kubelora_trainer.training.context import RunOptions
 from kubelora_trainer.utils.signals import RankStopRequest
 from tests.trainer.fixtures.torch_ranks import TWO, adapter, arguments, far, forking, manifest, run
@@ -85,8 +85,8 @@ def test_a_rank_that_stalls_is_named_once_and_in_the_termination_message(
     from kubelora_trainer.distributed import rendezvous
 
     signalled(monkeypatch, 0, signal.SIGSTOP)
-    soon = partial(rendezvous.join_gang, silence=timedelta(seconds=3))
-    monkeypatch.setattr("kubelora_trainer.training.rank_sync.join_gang", soon)
+    soon = partial(rendezvous.init_process_group_of, silence=timedelta(seconds=3))
+    monkeypatch.setattr("kubelora_trainer.training.rank_sync.init_process_group_of", soon)
     monkeypatch.setattr("kubelora_trainer.training.run_ranks.launch", forking(tmp_path, grace=4.0))
     monkeypatch.setenv(ENV_TERMINATION_LOG, str(tmp_path / "termination-log"))
     monkeypatch.setenv(ENV_ATTEMPT, "1")
@@ -113,16 +113,16 @@ def test_ranks_that_see_other_data_are_refused_before_training(
         job: LoraTrainingJob,
         options: RunOptions,
         reports: Path,
-        seat: Seat,
+        rank_info: RankInfo,
         stop: RankStopRequest,
     ) -> None:
-        if seat.rank == 1:
+        if rank_info.rank == 1:
             (tmp_path / "other").mkdir()
             image = next(p for p in sorted(demo.photos.iterdir()) if p.suffix == ".png")
             shutil.copy(image, tmp_path / "other")
             mounts = {**options.mounts, "data": tmp_path / "other"}
             options = replace(options, mounts=mounts)
-        rank(job, options, reports, seat, stop)
+        rank(job, options, reports, rank_info, stop)
 
     rank = ranks.run_rank
     monkeypatch.setattr(ranks, "run_rank", elsewhere)
