@@ -1,1 +1,1 @@
-"""The operator: watches LoraTrainingJobs, decides, and acts. It never imports the trainer."""
+"""The operator: watches LoraTrainingJobs and reconciles them. It never imports the trainer."""

@@ -1,1 +1,1 @@
-"""Manifests of one attempt: ConfigMap, Service, Job and pod."""
+"""Manifests of one attempt: ConfigMap, Service, Job and pod spec."""

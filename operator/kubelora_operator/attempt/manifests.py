@@ -1,8 +1,8 @@
-"""The manifests of an attempt: a ConfigMap with the job document, an Indexed Job, and for several
-nodes the Service by which their pods find each other.
+"""Manifests of an attempt: a ConfigMap with the job document, an Indexed Job, and for several
+nodes the headless Service through which their pods find each other.
 
-Pure builders from a typed job to what is sent to the API server. Names are deterministic, so that
-two operators that act at once meet on the same name instead of starting two attempts.
+Pure builders from a typed job to the objects sent to the API server. Names are deterministic, so
+two operators running at the same time create the same object instead of two attempts.
 """
 
 import json
@@ -18,12 +18,26 @@ DISRUPTION: Final = "DisruptionTarget"
 
 
 def child_name(job: str, uid: str, attempt: int) -> str:
-    """``<job>-<first five of the uid>-<attempt>``: at most 40 + 12 characters or so."""
+    """Return ``<job>-<first five characters of the uid>-<attempt>``.
+
+    A job name of at most 40 characters keeps this, with a pod's suffix, below the limit of 63.
+
+    Args:
+        job: Name of the LoraTrainingJob.
+        uid: Its uid.
+        attempt: Number of the attempt.
+    """
     return f"{job}-{uid[:5]}-{attempt}"
 
 
 def attempt_in(child: str, job: str, uid: str) -> int | None:
-    """The attempt's number in a child's name; None where the name is not one of ours."""
+    """Parse the attempt number from a child's name; None if the name is not one of ours.
+
+    Args:
+        child: Name of the object.
+        job: Name of the LoraTrainingJob.
+        uid: Its uid.
+    """
     prefix = f"{job}-{uid[:5]}-"
     number = child.removeprefix(prefix)
     if not child.startswith(prefix) or not number.isascii() or not number.isdigit():
@@ -32,10 +46,10 @@ def attempt_in(child: str, job: str, uid: str) -> int | None:
 
 
 def build_config_map(job: LoraTrainingJob, attempt: int) -> JsonObject:
-    """The resolved document as ``job.json``: what `kubelora train` in the pod reads.
+    """Build the ConfigMap with the resolved document, which `kubelora train` reads in the pod.
 
-    It carries the job's uid, which the trainer takes as the run's id. Immutable, so that an attempt
-    can't change under way.
+    It carries the job's uid, which the trainer uses as the run id. It is immutable so that an
+    attempt's configuration can't change while it runs.
     """
     document = job.document() | {"metadata": _identity(job)}
     document.pop("status", None)
@@ -49,9 +63,9 @@ def build_config_map(job: LoraTrainingJob, attempt: int) -> JsonObject:
 
 
 def build_service(job: LoraTrainingJob, attempt: int) -> JsonObject | None:
-    """The headless Service that gives each pod of a gang a name; None for a single node.
+    """Build the headless Service that gives each pod a DNS name; None for a single node.
 
-    Names must resolve before pods are ready, for they become ready by meeting each other.
+    The names must resolve before the pods are ready because the rendezvous makes them ready.
     """
     if job.spec.workers.nodes == 1:
         return None
@@ -78,7 +92,13 @@ def build_service(job: LoraTrainingJob, attempt: int) -> JsonObject | None:
 
 
 def build_job(job: LoraTrainingJob, attempt: int, trainer_image: str) -> JsonObject:
-    """The attempt's Job. ``trainer_image``: used where the job's podTemplate names none."""
+    """Build the attempt's Job.
+
+    Args:
+        job: The LoraTrainingJob.
+        attempt: Number of the attempt.
+        trainer_image: Image used if the job's podTemplate does not set one.
+    """
     template = job.spec.pod_template
     pod_labels = dict(template.labels) | _labels(job, attempt)
     pod_metadata: JsonObject = {"labels": pod_labels}
@@ -92,6 +112,7 @@ def build_job(job: LoraTrainingJob, attempt: int, trainer_image: str) -> JsonObj
             "completionMode": "Indexed",
             "completions": job.spec.workers.nodes,
             "parallelism": job.spec.workers.nodes,
+            # The operator restarts, not the Job: a new attempt needs a number and a delay.
             "backoffLimit": 0,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": _pod_failure_policy(),
@@ -110,17 +131,17 @@ def build_job(job: LoraTrainingJob, attempt: int, trainer_image: str) -> JsonObj
 
 
 def _success_policy(nodes: int) -> JsonObject:
-    """A gang is done when rank 0 is, which ends with 0 only after the adapter is proven."""
+    """Let rank 0 decide success: it exits with 0 only after the exported adapter was verified."""
     if nodes == 1:
         return {}
     return {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}}
 
 
 def _pod_failure_policy() -> JsonObject:
-    """Keeps the cause on the Job after the pod is gone.
+    """Record the cause of a failure on the Job, where it outlives the pod.
 
-    No rule for 75: failing the Job at once races with a suspension by the queue. No catch-all:
-    backoffLimit 0 ends the Job anyway, and the pod tells the rest.
+    There is no rule for exit code 75 because failing the Job at once races with a suspension by
+    the queue, and no catch-all because backoffLimit 0 fails the Job anyway.
     """
     return {
         "rules": [
@@ -174,7 +195,7 @@ def _labels(job: LoraTrainingJob, attempt: int) -> dict[str, str]:
 
 
 def _queue_labels(job: LoraTrainingJob) -> dict[str, str]:
-    """What hands the Job to Kueue. Kueue then owns the Job's ``suspend``."""
+    """Return the labels that make Kueue manage the Job, including its ``suspend``."""
     labels = {}
     if job.spec.queue_name:
         labels[names.LABEL_QUEUE_NAME] = job.spec.queue_name

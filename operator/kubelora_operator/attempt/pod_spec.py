@@ -1,7 +1,7 @@
-"""The pod of an attempt: restricted, without an API token, with all that a trainer writes to.
+"""The pod spec of an attempt: restricted, without an API token, with writable scratch volumes.
 
-Pure. The user's podTemplate is laid over what the trainer needs; what would weaken the security
-context can't be said in a podTemplate at all.
+Pure. The user's podTemplate is applied on top of what the trainer needs; a podTemplate has no
+fields that could weaken the security context.
 """
 
 from typing import Final
@@ -25,11 +25,18 @@ _ENVIRONMENT: Final = {
     "TRITON_CACHE_DIR": f"{_SCRATCH}/triton",
     "MPLCONFIGDIR": f"{_SCRATCH}/matplotlib",
 }
-"""The root file system is read-only: every library that writes is pointed at the scratch volume."""
+"""The root file system is read-only, so libraries write to the scratch volume."""
 
 
 def build_pod_spec(spec: JobSpec, *, attempt: int, child: str, trainer_image: str) -> JsonObject:
-    """A ``v1.PodSpec``. ``child``: name of the attempt's Job, ConfigMap and Service."""
+    """Build a ``v1.PodSpec``.
+
+    Args:
+        spec: The job's spec.
+        attempt: Number of the attempt.
+        child: Name of the attempt's Job, ConfigMap and Service.
+        trainer_image: Image used if the podTemplate does not set one.
+    """
     template = spec.pod_template
     claims = claims_of(spec)
     pod: JsonObject = {
@@ -86,7 +93,7 @@ def _ports(nodes: int) -> list[JsonObject]:
 
 
 def _environment(template: PodTemplate, attempt: int) -> list[JsonObject]:
-    """Ours first, the user's over it, except for names that the contract keeps."""
+    """Merge our variables and the user's, which win except for names reserved by the contract."""
     users = {e.name: e.document() for e in template.env}
     ours = [
         {"name": name, "value": value} for name, value in _ENVIRONMENT.items() if name not in users
@@ -99,9 +106,9 @@ def _environment(template: PodTemplate, attempt: int) -> list[JsonObject]:
 
 
 def _rendezvous_env(spec: JobSpec, child: str) -> list[JsonObject]:
-    """Where the ranks of several nodes meet: at the pod of index 0, by its name in the Service.
+    """Return the rendezvous address of several nodes: the pod of index 0, by its DNS name.
 
-    JOB_COMPLETION_INDEX, which says which node a pod is, comes from the Job itself.
+    The Job itself sets JOB_COMPLETION_INDEX, from which the trainer gets its node rank.
     """
     if spec.workers.nodes == 1:
         return []
@@ -120,7 +127,7 @@ def _resources(resources: Resources | None, gpus: int) -> JsonObject:
 
 
 def _own_mounts(template: PodTemplate) -> list[JsonObject]:
-    """Scratch and shared memory, unless the user mounts something else there."""
+    """Return mounts for scratch space and shared memory, unless the user mounts them."""
     taken = {m.mount_path.rstrip("/") for m in template.volume_mounts}
     own: list[JsonObject] = [
         {"name": "kubelora-scratch", "mountPath": _SCRATCH},
@@ -181,7 +188,7 @@ def _pod_security(template: PodTemplate) -> JsonObject:
 
 
 def _placement(template: PodTemplate) -> JsonObject:
-    """Where the pod may run; what is not set is left out, so that the cluster's defaults hold."""
+    """Return the scheduling fields that are set, so that cluster defaults apply to the others."""
     placement: JsonObject = {
         "nodeSelector": dict(template.node_selector),
         "tolerations": list(template.tolerations),

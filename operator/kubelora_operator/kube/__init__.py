@@ -1,1 +1,1 @@
-"""Access to the API server: the client, leader election and the permissions both need."""
+"""Access to the API server: the client, leader election and the RBAC permissions for both."""

@@ -1,7 +1,8 @@
-"""The one module that talks to the API server: raw JSON over the asyncio client.
+"""The API client: the only module that talks to the API server, with plain JSON.
 
-Typed models of the client cost more than the request itself, so paths and bodies are plain. The
-client library still brings what is hard: kubeconfig, service accounts, rotating tokens, TLS.
+Deserializing into the client library's models costs more than the request itself, so paths and
+bodies are plain. The library still does the hard part: kubeconfig, service accounts, token
+rotation, TLS.
 """
 
 import asyncio
@@ -19,12 +20,12 @@ from kubelora_api.schema import JsonObject
 
 JOBS_PATH: Final = f"/apis/{names.API_VERSION}"
 REQUEST_TIMEOUT: Final = 30.0
-"""Seconds. A Lease has its own, shorter one."""
+"""Seconds. Lease requests have a shorter timeout of their own."""
 PAGE: Final = 200
 
 
 class ApiError(Exception):
-    """The API server refused a request, or gave no answer (code 0)."""
+    """An error response from the API server, or no response (code 0)."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(f"{code} {reason}: {message}" if code else message)
@@ -32,9 +33,9 @@ class ApiError(Exception):
 
 
 class Cluster:
-    """Requests that the operator makes, and no others.
+    """The API requests that the operator makes.
 
-    on_error: hears the HTTP code of each failure, 0 for no answer.
+    on_error: Called with the HTTP code of each failure, 0 for no response.
     """
 
     def __init__(self, api: client.ApiClient, on_error: Callable[[int], None]) -> None:
@@ -45,11 +46,11 @@ class Cluster:
         await self._api.close()  # type: ignore[no-untyped-call]
 
     async def get_job(self, namespace: str, name: str) -> JsonObject | None:
-        """The LoraTrainingJob, or None where there is none."""
+        """Get a LoraTrainingJob, or None if it does not exist."""
         return await self._find(_path(JOBS_PATH, namespace, names.PLURAL, name))
 
     async def list_jobs(self, namespace: str | None) -> AsyncIterator[JsonObject]:
-        """LoraTrainingJobs of a namespace or of all, page by page."""
+        """List the LoraTrainingJobs of a namespace, or of all, page by page."""
         path = _path(JOBS_PATH, namespace, names.PLURAL)
         token = ""
         while True:
@@ -63,30 +64,36 @@ class Cluster:
                 return
 
     async def put_status(self, job: JsonObject) -> JsonObject:
-        """Write the status; uid and resourceVersion in ``job`` guard against a stale view."""
+        """Update the status; uid and resourceVersion in ``job`` make a stale update fail."""
         metadata = job["metadata"]
         path = _path(JOBS_PATH, metadata["namespace"], names.PLURAL, metadata["name"], "status")
         return await self._request("PUT", path, body=job)
 
     async def children_of(self, namespace: str, uid: str) -> list[JsonObject]:
-        """batch/v1 Jobs that are labelled with the job's uid."""
+        """List the batch/v1 Jobs labelled with the job's uid."""
         return await self._labelled(_path("/apis/batch/v1", namespace, "jobs"), uid)
 
     async def pods_of(self, namespace: str, uid: str) -> list[JsonObject]:
-        """Pods that are labelled with the job's uid."""
+        """List the pods labelled with the job's uid."""
         return await self._labelled(_path("/api/v1", namespace, "pods"), uid)
 
     async def get_child(self, namespace: str, name: str) -> JsonObject | None:
-        """A batch/v1 Job by name."""
+        """Get a batch/v1 Job by name, or None."""
         return await self._find(_path("/apis/batch/v1", namespace, "jobs", name))
 
     async def create_child(self, manifest: JsonObject) -> JsonObject:
-        """POST a batch/v1 Job."""
+        """Create a batch/v1 Job."""
         path = _path("/apis/batch/v1", manifest["metadata"]["namespace"], "jobs")
         return await self._request("POST", path, body=manifest)
 
     async def delete_child(self, namespace: str, name: str, uid: str) -> None:
-        """Delete exactly this batch/v1 Job; its pods go in the background. Gone is fine."""
+        """Delete this batch/v1 Job, and its pods in the background; ignore one that is gone.
+
+        Args:
+            namespace: Its namespace.
+            name: Its name.
+            uid: Its uid: a newer Job of the same name is not deleted.
+        """
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -100,51 +107,63 @@ class Cluster:
                 raise
 
     async def get_config_map(self, namespace: str, name: str) -> JsonObject | None:
-        """A ConfigMap by name."""
+        """Get a ConfigMap by name, or None."""
         return await self._find(_path("/api/v1", namespace, "configmaps", name))
 
     async def create_config_map(self, manifest: JsonObject) -> JsonObject:
-        """POST a ConfigMap."""
+        """Create a ConfigMap."""
         path = _path("/api/v1", manifest["metadata"]["namespace"], "configmaps")
         return await self._request("POST", path, body=manifest)
 
     async def get_service(self, namespace: str, name: str) -> JsonObject | None:
-        """A Service by name."""
+        """Get a Service by name, or None."""
         return await self._find(_path("/api/v1", namespace, "services", name))
 
     async def create_service(self, manifest: JsonObject) -> JsonObject:
-        """POST a Service."""
+        """Create a Service."""
         path = _path("/api/v1", manifest["metadata"]["namespace"], "services")
         return await self._request("POST", path, body=manifest)
 
     async def warnings_about(self, namespace: str, uid: str) -> list[JsonObject]:
-        """Warning Events about the object with this uid."""
+        """List the Warning Events about the object with this uid."""
         query = {"fieldSelector": f"involvedObject.uid={uid},type=Warning", "limit": "50"}
         page = await self._request("GET", _path("/api/v1", namespace, "events"), query=query)
         return list(page.get("items", []))
 
     async def create_event(self, event: JsonObject) -> None:
-        """POST an Event."""
+        """Create an Event."""
         path = _path("/api/v1", event["metadata"]["namespace"], "events")
         await self._request("POST", path, body=event)
 
     async def patch_event(self, namespace: str, name: str, patch: JsonObject) -> None:
-        """Merge ``patch`` into an Event."""
+        """Apply a merge patch to an Event.
+
+        Args:
+            namespace: Its namespace.
+            name: Its name.
+            patch: The fields to change.
+        """
         path = _path("/api/v1", namespace, "events", name)
         await self._request("PATCH", path, body=patch, content="application/merge-patch+json")
 
     async def get_lease(self, namespace: str, name: str, timeout: float) -> JsonObject | None:
-        """A Lease, or None."""
+        """Get a Lease, or None.
+
+        Args:
+            namespace: Its namespace.
+            name: Its name.
+            timeout: Seconds for the request.
+        """
         path = _path("/apis/coordination.k8s.io/v1", namespace, "leases", name)
         return await self._find(path, timeout=timeout)
 
     async def create_lease(self, lease: JsonObject, timeout: float) -> JsonObject:
-        """POST a Lease."""
+        """Create a Lease."""
         path = _path("/apis/coordination.k8s.io/v1", lease["metadata"]["namespace"], "leases")
         return await self._request("POST", path, body=lease, timeout=timeout)
 
     async def put_lease(self, lease: JsonObject, timeout: float) -> JsonObject:
-        """Replace a Lease; its resourceVersion guards the write."""
+        """Update a Lease; its resourceVersion makes a concurrent update fail."""
         metadata = lease["metadata"]
         path = _path(
             "/apis/coordination.k8s.io/v1", metadata["namespace"], "leases", metadata["name"]
@@ -175,7 +194,7 @@ class Cluster:
         content: str = "application/json",
         missing_is_fine: bool = False,
     ) -> JsonObject:
-        """One request, one answer; no retries, for the queue retries the whole job."""
+        """Send one request, without retries because the work queue retries the job."""
         headers = {"Accept": "application/json", "Content-Type": content}
         url = self._api.configuration.host + path + (f"?{urlencode(query)}" if query else "")
         try:
@@ -190,7 +209,7 @@ class Cluster:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._on_error(0)
             cause = str(error) or type(error).__name__
-            raise ApiError(0, "NoAnswer", f"no answer from the API server: {cause}") from error
+            raise ApiError(0, "NoAnswer", f"no response from the API server: {cause}") from error
         if answer.status >= 400:
             if not (missing_is_fine and answer.status == 404):
                 self._on_error(answer.status)
@@ -199,9 +218,9 @@ class Cluster:
 
 
 async def connect(on_error: Callable[[int], None]) -> Cluster:
-    """A client from the pod's service account, else from KUBECONFIG.
+    """Create a client from the pod's service account, else from KUBECONFIG.
 
-    Raises ConfigException, whose message says what is missing.
+    Raises ConfigException, whose message names what is missing.
     """
     settings = client.Configuration()
     if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):

@@ -1,9 +1,9 @@
-"""Which replica works: a small elector on one Lease.
+"""Leader election among replicas, with one Lease.
 
-The client library's elector can't create its Lease, ends at one refused connection and does not
-notice a frozen network. This one measures with a monotonic clock, gives each request less time than
-the lease has left, takes any failure for a failed renewal, and when the lease is lost says so by
-`LeaseLostError`, upon which the process must end at once.
+The client library's elector can't create its Lease, exits at the first refused connection and does
+not notice a frozen network. This one measures with a monotonic clock, limits each request to the
+time that the lease has left, treats every failure as a failed renewal, and raises `LeaseLostError`
+when the lease is lost, after which the process must exit at once.
 """
 
 import asyncio
@@ -20,25 +20,35 @@ log = logging.getLogger(__name__)
 
 
 class LeaseApi(Protocol):
-    """The three requests that an election needs."""
+    """The three requests needed for leader election."""
 
     async def get_lease(self, namespace: str, name: str, timeout: float) -> JsonObject | None:
-        """The Lease, or None."""
+        """Get the Lease, or None.
+
+        Args:
+            namespace: Its namespace.
+            name: Its name.
+            timeout: Seconds for the request.
+        """
 
     async def create_lease(self, lease: JsonObject, timeout: float) -> JsonObject:
-        """POST it."""
+        """Create the Lease."""
 
     async def put_lease(self, lease: JsonObject, timeout: float) -> JsonObject:
-        """Replace it, guarded by its resourceVersion."""
+        """Update the Lease; its resourceVersion makes a concurrent update fail."""
 
 
 class LeaseLostError(Exception):
-    """Another replica may work by now: this process must do nothing more."""
+    """Another replica may be the leader by now: this process must do nothing more."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. A holder gives up at ``renew_deadline``, before a candidate may take over."""
+    """Durations in seconds, by default those of client-go.
+
+    The leader gives up after ``renew_deadline``, before a candidate may take over after
+    ``duration``.
+    """
 
     duration: float = 15.0
     renew_deadline: float = 10.0
@@ -51,18 +61,25 @@ DEFAULT_TIMING: Final = Timing()
 
 @dataclass(frozen=True)
 class ObservedLease:
-    """What a candidate saw of the Lease, and since when (monotonic) it has not changed."""
+    """The Lease as a candidate last saw it, and the monotonic time of its last change."""
 
     record: tuple[object, ...]
     since: float
 
 
 def can_acquire(
-    lease: JsonObject, sighting: ObservedLease, identity: str, now: float, timing: Timing
+    lease: JsonObject, observed: ObservedLease, identity: str, now: float, timing: Timing
 ) -> bool:
-    """Whether the Lease is free: ours, released, or unchanged for its whole duration.
+    """Return whether the Lease is free: ours, released, or not renewed for its duration.
 
-    Judged by our own clock alone: the holder's may be wrong.
+    Only our own clock is used because the holder's may be wrong.
+
+    Args:
+        lease: The Lease.
+        observed: The Lease as last observed.
+        identity: Our identity.
+        now: Monotonic time.
+        timing: Our durations; a longer duration in the Lease wins.
     """
     spec = lease.get("spec") or {}
     holder = spec.get("holderIdentity")
@@ -72,11 +89,11 @@ def can_acquire(
     duration = (
         max(float(declared), timing.duration) if isinstance(declared, int) else timing.duration
     )
-    return now - sighting.since > duration
+    return now - observed.since > duration
 
 
 def renewal_record(lease: JsonObject) -> tuple[object, ...]:
-    """What changes when a holder renews."""
+    """Return the fields that change when the holder renews."""
     spec = lease.get("spec") or {}
     return (
         spec.get("holderIdentity"),
@@ -87,7 +104,7 @@ def renewal_record(lease: JsonObject) -> tuple[object, ...]:
 
 
 class Elector:
-    """One replica's part in the election."""
+    """Leader election of one replica."""
 
     def __init__(
         self,
@@ -106,16 +123,16 @@ class Elector:
         self._renewed = 0.0
 
     async def acquire(self) -> None:
-        """Wait until the Lease is ours."""
+        """Wait until this replica holds the Lease."""
         while not await self._try_acquire():
             await self._sleep(self._timing.retry)
 
     async def keep_renewing(self) -> None:
-        """Renew for ever. Raises LeaseLost when the deadline passed without a renewal."""
+        """Renew forever. Raises LeaseLostError when the deadline passed without a renewal."""
         while True:
             await self._sleep(self._timing.retry)
             if self._overdue():
-                raise LeaseLostError("the process stood still for longer than the lease allows")
+                raise LeaseLostError("the process was paused for longer than the lease allows")
             began = self._clock()
             left = self._timing.renew_deadline - (began - self._renewed)
             try:
@@ -125,14 +142,14 @@ class Elector:
             except LeaseLostError:
                 raise
             except Exception as error:
-                log.warning("the lease was not renewed: %s", error)
+                log.warning("failed to renew the lease: %s", error)
             if self._overdue():
                 raise LeaseLostError(
-                    f"no renewal for {self._timing.renew_deadline:g} s; another replica may lead"
+                    f"not renewed for {self._timing.renew_deadline:g} s; another replica may lead"
                 )
 
     async def release(self) -> None:
-        """Give the Lease back, so that another replica need not wait. Failing is fine."""
+        """Release the Lease so that another replica need not wait; a failure is only logged."""
         if self._current is None or self._overdue():
             return
         lease, self._current = self._current, None
@@ -141,7 +158,7 @@ class Elector:
                 lease | {"spec": lease["spec"] | {"holderIdentity": ""}}, self._timing.request
             )
         except Exception as error:
-            log.warning("the lease was not released and will run out: %s", error)
+            log.warning("failed to release the lease, it will expire: %s", error)
 
     def _overdue(self) -> bool:
         return self._clock() - self._renewed >= self._timing.renew_deadline
@@ -158,8 +175,8 @@ class Elector:
                     return False
                 self._current = await self._api.put_lease(self._lease(lease), self._timing.request)
         except Exception as error:
-            # Another candidate was quicker, or the API server is away: both are tried again.
-            log.info("the lease was not acquired: %s", error)
+            # Another candidate was faster, or the API server is unavailable: retry in both cases.
+            log.info("failed to acquire the lease: %s", error)
             return False
         self._renewed = began
         return True
@@ -177,15 +194,16 @@ class Elector:
                 self._lease(self._current), self._timing.request
             )
         except Exception:
-            # Someone edited it, or our last write arrived and its answer did not: look once.
+            # Someone edited the Lease, or our last update succeeded but its response was lost:
+            # read it once to find out.
             found = await self._api.get_lease(self._namespace, self._name, self._timing.request)
             holder = ((found or {}).get("spec") or {}).get("holderIdentity")
             if found is None or holder not in (self._identity, "", None):
-                raise LeaseLostError(f"the lease is held by {holder or 'nobody'} now") from None
+                raise LeaseLostError(f"the lease is now held by {holder or 'nobody'}") from None
             self._current = await self._api.put_lease(self._lease(found), self._timing.request)
 
     def _lease(self, old: JsonObject | None) -> JsonObject:
-        """The Lease as we write it over ``old``."""
+        """Build the Lease that replaces ``old``."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = dict((old or {}).get("spec") or {})
         mine = spec.get("holderIdentity") == self._identity

@@ -1,1 +1,1 @@
-"""The operator's process: command line, options, lifecycle and HTTP server."""
+"""The operator process: command line, options, lifecycle and HTTP server."""

@@ -1,4 +1,4 @@
-"""``/healthz``, ``/readyz`` and ``/metrics`` of the operator, on one port."""
+"""HTTP server for the operator's ``/healthz``, ``/readyz`` and ``/metrics``."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,21 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 Check = Callable[[], str | None]
-"""None where all is well, else a sentence."""
+"""Health check: returns None if healthy, else the problem as a sentence."""
 
 
 async def serve_http(
     port: int, registry: CollectorRegistry, check_health: Check
 ) -> tuple[web.AppRunner, int]:
-    """Serve until the runner is cleaned up; returns it and the port taken (``port`` 0: any).
+    """Start the server. A standby replica answers like the leader: it is ready to take over.
 
-    A standby answers like a leader: it is live, and ready to take over.
+    Args:
+        port: Port to listen on; 0 for any free one.
+        registry: The metrics to expose.
+        check_health: Called for ``/healthz``.
+
+    Returns:
+        The runner, which serves until it is cleaned up, and the port in use.
     """
 
     async def health(_: web.Request) -> web.Response:

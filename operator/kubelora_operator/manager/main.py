@@ -1,7 +1,7 @@
-"""`kubelora-operator`: the command that the operator's container runs.
+"""`kubelora-operator`: the command line of the operator's container.
 
-Options and their environment variables are the chart's interface. Everything heavy is imported
-after the options are read, so `--help` answers at once and without a cluster.
+Options and their environment variables are the interface used by the chart. Heavy imports come
+after the options are parsed, so `--help` is fast and needs no cluster.
 """
 
 import secrets
@@ -19,7 +19,7 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="kubelora", prog_name="kubelora-operator")
 def operator_cli() -> None:
-    """Turn LoraTrainingJobs into training pods, and tell how they fare.
+    """Run LoraTrainingJobs as training pods and report their progress.
 
     \b
     Examples:
@@ -36,27 +36,27 @@ def operator_cli() -> None:
     multiple=True,
     envvar="KUBELORA_NAMESPACES",
     metavar="NAME",
-    help="Serve this namespace; may be given several times (in the variable: separated by spaces).",
+    help="Watch this namespace; may be repeated (in the variable: separated by spaces).",
 )
 @click.option(
     "--all-namespaces",
     "-A",
     is_flag=True,
     envvar="KUBELORA_ALL_NAMESPACES",
-    help="Serve every namespace. Default when no namespace is given.",
+    help="Watch all namespaces. Default if no namespace is given.",
 )
 @click.option(
     "--trainer-image",
     required=True,
     envvar="KUBELORA_TRAINER_IMAGE",
     metavar="IMAGE",
-    help="Image of training pods whose job names none.",
+    help="Image of training pods whose job does not set one.",
 )
 @click.option(
     "--lease-namespace",
     envvar="KUBELORA_LEASE_NAMESPACE",
     metavar="NAME",
-    help="Namespace of the leader's Lease. Default: the pod's own, else 'default'.",
+    help="Namespace of the leader election Lease. Default: the pod's own, else 'default'.",
 )
 @click.option(
     "--lease-name",
@@ -69,7 +69,7 @@ def operator_cli() -> None:
     "--identity",
     envvar="KUBELORA_IDENTITY",
     metavar="NAME",
-    help="Who holds the Lease, unique among replicas. Default: the host's name and six digits.",
+    help="Identity in the Lease, unique per replica. Default: the host name and six hex digits.",
 )
 @click.option(
     "--metrics-port",
@@ -77,7 +77,7 @@ def operator_cli() -> None:
     default=8080,
     show_default=True,
     envvar="KUBELORA_METRICS_PORT",
-    help="Port of /metrics, /healthz and /readyz; 0 takes a free one.",
+    help="Port of /metrics, /healthz and /readyz; 0 for any free port.",
 )
 @click.option(
     "--poll-seconds",
@@ -85,7 +85,7 @@ def operator_cli() -> None:
     default=10,
     show_default=True,
     envvar="KUBELORA_POLL_SECONDS",
-    help="Seconds between two looks at a running pod's progress.",
+    help="Seconds between two reads of a running pod's progress.",
 )
 @click.option(
     "--resync-seconds",
@@ -93,7 +93,7 @@ def operator_cli() -> None:
     default=60,
     show_default=True,
     envvar="KUBELORA_RESYNC_SECONDS",
-    help="Seconds between two full lists, which find what a watch has missed.",
+    help="Seconds between two full lists, which find changes that a watch missed.",
 )
 @click.option(
     "--log-format",
@@ -122,10 +122,10 @@ def run(
     log_format: str,
     log_level: str,
 ) -> None:
-    """Watch LoraTrainingJobs and run them, until SIGTERM.
+    """Watch LoraTrainingJobs and run them until SIGTERM.
 
-    Takes the cluster from the pod's service account, else from KUBECONFIG. Several replicas may
-    run: one holds the Lease and works, the others stand by.
+    Connects with the pod's service account, else with KUBECONFIG. Several replicas may run: the
+    one that holds the Lease is the leader, the others are on standby.
 
     \b
     Examples:
@@ -134,7 +134,7 @@ def run(
           --log-format plain --poll-seconds 2
     """
     if all_namespaces and namespaces:
-        raise click.UsageError("give either --all-namespaces or --namespace, not both")
+        raise click.UsageError("use either --all-namespaces or --namespace, not both")
     from kubelora_operator.manager import manager
     from kubelora_operator.observability import logging
 

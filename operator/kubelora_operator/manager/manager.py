@@ -1,7 +1,7 @@
-"""The operator as a process: connect, be elected, watch, work, and end well or at once.
+"""The manager of the operator process: connect, leader election, watch, reconcile, shut down.
 
 Reads top-down. A replica without the Lease serves its health and waits; losing the Lease ends the
-process hard, for another replica may be at work by then.
+process immediately because another replica may be the leader by then.
 """
 
 import asyncio
@@ -34,17 +34,20 @@ from kubelora_operator.observability.metrics import OperatorMetrics
 
 log = logging.getLogger(__name__)
 _WORKERS: Final = 8
-"""Jobs that are looked at side by side; each is a few requests that wait for the network."""
+"""Jobs that are reconciled concurrently; each mostly waits for a few API requests."""
 _EXIT_LEASE_LOST: Final = 3
 _EXIT_NO_CLUSTER: Final = 2
 
 
 def run_manager(options: Options) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code."""
+    """Run until SIGTERM or SIGINT; return the exit code."""
     try:
         asyncio.run(_serve(options))
     except ConfigException as error:
-        log.error("no cluster: %s. Run in a pod with a service account, or set KUBECONFIG", error)
+        log.error(
+            "no cluster configured: %s. Run in a pod with a service account, or set KUBECONFIG",
+            error,
+        )
         return _EXIT_NO_CLUSTER
     return 0
 
@@ -63,7 +66,9 @@ async def _serve(options: Options) -> None:
             options.port, metrics.registry, lambda: _health_problem(tracker)
         )
         stack.push_async_callback(runner.cleanup)
-        log.info("standing by as %s; /healthz and /metrics on port %d", options.identity, port)
+        log.info(
+            "on standby as %s; serving /healthz and /metrics on port %d", options.identity, port
+        )
         elector = Elector(
             cluster, options.lease_namespace, options.lease_name, options.identity, time.monotonic
         )
@@ -71,7 +76,7 @@ async def _serve(options: Options) -> None:
         if not await _unless_stopped(elector.acquire(), stop):
             return
         metrics.is_leader.set(1)
-        log.info("leading")
+        log.info("became the leader")
         holding = asyncio.create_task(_renew_or_exit(elector), name="lease")
         try:
             await _run_as_leader(options, cluster, metrics, tracker, stop)
@@ -88,7 +93,7 @@ async def _run_as_leader(
     tracker: WatchTracker,
     stop: asyncio.Event,
 ) -> None:
-    """Work until told to stop, or until a part that must never end has ended."""
+    """Reconcile until ``stop`` is set, or until a task that must never end has ended."""
     poll = timedelta(seconds=options.poll_seconds)
     queue: WorkQueue[JobKey] = WorkQueue(time.monotonic)
 
@@ -127,7 +132,7 @@ async def _run_as_leader(
 
 
 async def _until_one_ends(tasks: list[asyncio.Task[None]], stop: asyncio.Event) -> None:
-    """Wait for a stop or for a task that ends; then end all, and raise what ended it."""
+    """Wait for a stop or for a task that ends; cancel all tasks and raise its error."""
     stopping = asyncio.create_task(stop.wait())
     everything: set[asyncio.Task[Any]] = {*tasks, stopping}
     done, _ = await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
@@ -135,17 +140,17 @@ async def _until_one_ends(tasks: list[asyncio.Task[None]], stop: asyncio.Event) 
     watch_task, *others = tasks
     for task in others:
         task.cancel()
-    # kopf ends by its stop flag; cancelled, it would leave its watches to the garbage collector.
+    # kopf ends by its stop flag; if cancelled, it would leave its watches open.
     await asyncio.wait({watch_task}, timeout=10)
     watch_task.cancel()
     await asyncio.gather(*tasks, stopping, return_exceptions=True)
     for task in tasks:
         if task in done and not task.cancelled() and (error := task.exception()):
-            raise RuntimeError("a part of the operator ended") from error
+            raise RuntimeError("a task of the operator ended unexpectedly") from error
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
-    """Do ``work``; False where a stop came first."""
+    """Await ``work``; return False if ``stop`` was set first."""
     task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     either: set[asyncio.Task[Any]] = {task, stopping}
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -159,7 +164,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
 
 
 async def _wait_for_crd(options: Options, cluster: client.Cluster) -> None:
-    """Wait for the CRD: kopf would not notice one that is installed later."""
+    """Wait for the CRD because kopf would not notice one that is installed later."""
     namespace = options.namespaces[0] if options.namespaces else None
     while True:
         try:
@@ -167,7 +172,7 @@ async def _wait_for_crd(options: Options, cluster: client.Cluster) -> None:
                 break
             return
         except client.ApiError as error:
-            log.warning("LoraTrainingJobs can't be listed yet: %s", error)
+            log.warning("can't list LoraTrainingJobs yet: %s", error)
             await asyncio.sleep(5)
 
 
@@ -175,8 +180,8 @@ async def _renew_or_exit(elector: Elector) -> None:
     try:
         await elector.keep_renewing()
     except Exception as error:
-        log.critical("the lease is lost, ending at once: %s", error)
-        # Nothing may run after this point, not even a clean-up that talks to the API server.
+        log.critical("lost the lease, exiting at once: %s", error)
+        # Nothing may run after this point, not even cleanup that sends requests to the API server.
         os._exit(_EXIT_LEASE_LOST)
 
 
@@ -186,6 +191,6 @@ def _health_problem(tracker: WatchTracker) -> str | None:
         return None
     namespace, name = overdue[0]
     return (
-        f"the watch has missed changes of {len(overdue)} jobs for longer than 30 s, among them "
+        f"the watch has missed changes of {len(overdue)} jobs for more than 30 s, for example "
         f"{namespace}/{name}"
     )

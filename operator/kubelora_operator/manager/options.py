@@ -1,15 +1,15 @@
-"""What the person who installs the operator decides, as one value that travels."""
+"""Options of the operator process, as one value."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of one operator process.
+    """Options of one operator process.
 
-    namespaces: those to serve; empty for all.
-    poll_seconds: between two looks at a running pod.
-    resync_seconds: between two full lists.
+    namespaces: Namespaces to watch; empty for all.
+    poll_seconds: Seconds between two reads of a running pod's progress.
+    resync_seconds: Seconds between two full lists.
     """
 
     namespaces: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""The operator's own logs and metrics."""
+"""Logs and metrics of the operator itself."""

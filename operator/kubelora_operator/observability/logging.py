@@ -1,4 +1,4 @@
-"""Log lines that say which job and which attempt they are about, as JSON or for a person."""
+"""Log formats that add job and attempt to each line, as JSON or as plain text."""
 
 import contextvars
 import json
@@ -13,7 +13,13 @@ _JOB: contextvars.ContextVar[dict[str, object] | None] = contextvars.ContextVar(
 
 @contextmanager
 def job_log_context(namespace: str, name: str, attempt: int | None = None) -> Iterator[None]:
-    """Lines logged inside are about this job."""
+    """Add this job to all lines logged in the context.
+
+    Args:
+        namespace: Namespace of the job.
+        name: Name of the job.
+        attempt: Number of its attempt, if known.
+    """
     about: dict[str, object] = {"namespace": namespace, "name": name}
     token = _JOB.set(about if attempt is None else about | {"attempt": attempt})
     try:
@@ -23,10 +29,10 @@ def job_log_context(namespace: str, name: str, attempt: int | None = None) -> It
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the job it is about."""
+    """Formatter with one JSON object per line: time, level, logger, message and job."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line."""
+        """Format the record as one line."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -39,10 +45,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class PlainFormatter(logging.Formatter):
-    """A line for a person at a terminal."""
+    """Formatter for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line."""
+        """Format the record as one line."""
         about = _JOB.get()
         where = f" [{about['namespace']}/{about['name']}]" if about else ""
         if about and "attempt" in about:
@@ -53,7 +59,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def configure(format_name: str, level: str) -> None:
-    """Send all logging to stderr. kopf's own talk is kept to warnings."""
+    """Send all logs to stderr, and of kopf's only the warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if format_name == "json" else PlainFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

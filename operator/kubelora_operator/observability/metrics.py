@@ -1,6 +1,6 @@
-"""The operator's own metrics, in a registry of its own that is passed in.
+"""The operator's metrics, in a registry that is passed in.
 
-Names, help texts and labels come from the contract, so that rules and dashboards can't drift.
+Names, help texts and labels come from the contract, so rules and dashboards can't diverge.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 @dataclass(frozen=True)
 class _JobSeries:
-    """The series that a job has now, so that they can be taken back."""
+    """The series of a job, remembered so that they can be removed."""
 
     state: str
     has_step: bool
@@ -26,7 +26,7 @@ class _JobSeries:
 
 
 class OperatorMetrics:
-    """Counts what the operator does and shows the last known values of each job."""
+    """Metrics of the operator's work, and the last known values of each job."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def gauge(metric: Metric) -> Gauge:
@@ -49,11 +49,11 @@ class OperatorMetrics:
         self._counts: dict[tuple[str, str], int] = {}
 
     def api_error(self, code: int) -> None:
-        """A request to the API server failed; 0 for no answer."""
+        """Count a failed request to the API server; code 0 means no response."""
         self._api_errors.labels(code=str(code)).inc()
 
     def set_job(self, key: JobKey, status: JobStatus) -> None:
-        """Show a job's last known values."""
+        """Set the series of a job from its status."""
         failure = next(
             (c.reason for c in status.conditions if c.type == "Failed" and c.status == "True"), None
         )
@@ -70,7 +70,7 @@ class OperatorMetrics:
             self._failed.labels(*key, failure).set(1)
 
     def remove_job(self, key: JobKey) -> None:
-        """The job is gone: so are its series."""
+        """Remove the series of a deleted job."""
         old = self._series.pop(key, None)
         if old is None:
             return
