@@ -28,9 +28,8 @@ def named_tests(cell: str) -> list[tuple[Path, str]]:
     found: list[tuple[Path, str]] = []
     for name in re.findall(r"`([^`]*(?:test_|…)[^`]*)`", cell):
         file, _, function = name.partition("::")
-        path = (
-            found[-1][0] if file == "…" else ROOT / ("" if "/" in file else "tests/trainer") / file
-        )
+        folder = "" if file.startswith("tests/") else "tests/trainer"
+        path = found[-1][0] if file == "…" else ROOT / folder / file
         found.append((path, function))
     return found
 

@@ -200,7 +200,7 @@ def test_metrics_and_status_are_served_while_it_trains(
         port.append(exporter.port)
         return exporter
 
-    monkeypatch.setattr(run, "serve", noted)
+    monkeypatch.setattr(run, "serve_metrics", noted)
 
     def poll() -> None:
         while not ended.is_set():
