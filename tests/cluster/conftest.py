@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.skips import not_applicable
+
 from .harness import cluster as local_cluster
 from .harness import gobuild, locks, monitoring, volumes
 from .harness import images as product_images
@@ -75,7 +77,7 @@ def images(places: Places, cluster: Path) -> Images:
 def shell_image(places: Places, cluster: Path, is_local_cluster: bool) -> str:
     """An image with a shell and Python, for pods that are not about the product."""
     if not is_local_cluster:
-        pytest.skip("the shell image is built for the harness's own cluster")
+        not_applicable("the shell image is built for the harness's own cluster")
     return product_images.ensure_base_in_cluster(places)
 
 
@@ -85,14 +87,14 @@ def ended_namespaces(kubectl: Kubectl) -> Iterator[list[str]]:
     names: list[str] = []
     yield names
     for name in names:
-        kubectl("wait", "--for=delete", f"namespace/{name}", "--timeout=120s")
+        kubectl.wait_for("delete", f"namespace/{name}", seconds=400)
 
 
 @pytest.fixture
 def namespace(kubectl: Kubectl, ended_namespaces: list[str]) -> Iterator[str]:
     """A namespace for one test, deleted with everything in it when the test ends."""
     name = f"test-{secrets.token_hex(4)}"
-    kubectl("create", "namespace", name)
+    kubectl.create_namespace(name)
     yield name
     kubectl("delete", "namespace", name, "--wait=false")
     ended_namespaces.append(name)
@@ -103,7 +105,7 @@ def namespace(kubectl: Kubectl, ended_namespaces: list[str]) -> Iterator[str]:
 def claim_directory(kubectl: Kubectl, namespace: str, is_local_cluster: bool) -> ClaimDirectory:
     """Make a claim in the test's namespace that is a folder of this machine."""
     if not is_local_cluster:
-        pytest.skip("claims on folders of this machine need the harness's own cluster")
+        not_applicable("claims on folders of this machine need the harness's own cluster")
 
     def claim(name: str, directory: Path) -> None:
         volumes.claim_directory(kubectl, namespace, name, directory)
@@ -122,7 +124,7 @@ def own_studio(
 ) -> Iterator[Studio]:
     """The product installed for one module of tests, which also gives its name."""
     if not is_local_cluster:
-        pytest.skip("claims on folders of this machine need the harness's own cluster")
+        not_applicable("claims on folders of this machine need the harness's own cluster")
     name = request.module.__name__.rpartition(".test_")[2]
     with studio(name, kubectl, helm, images, tmp_path_factory.mktemp(name)) as made:
         yield made

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kubelora_api.names import PLURAL
 from tests.api.contract_documents import CHANGES, RIGHT, WRONG, Document, Wrong, base
 
 from .harness.kubectl import Kubectl
@@ -21,8 +20,7 @@ KUBELORA = Path(sys.executable).with_name("kubelora")
 @pytest.fixture(scope="module")
 def contract(kubectl: Kubectl) -> Kubectl:
     """kubectl on a cluster that knows the resource."""
-    kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
-    kubectl("wait", "--for=condition=Established", "--timeout=30s", f"crd/{PLURAL}.kubelora.dev")
+    kubectl.define(CRD)
     return kubectl
 
 

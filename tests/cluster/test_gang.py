@@ -65,7 +65,7 @@ def short(own_studio: Studio) -> Studio:
 
 
 def test_two_pods_with_a_name_each_train_one_adapter(short: Studio) -> None:
-    short.wait("short", "Complete", 300)
+    short.wait("short", "Complete", 900)
     status = short.status("short")
     assert (status["attempt"], status.get("restarts", 0)) == (1, 0)
     assert status["progress"]["step"] == 30
@@ -91,21 +91,21 @@ def test_the_pods_found_each_other_by_the_service(short: Studio) -> None:
 
 def test_deleting_the_job_leaves_nothing_behind(short: Studio) -> None:
     assert any(name.startswith("service/") for name in short.owned("short"))
-    short.kubectl("delete", "ltj", "short", "--timeout=60s")
-    assert wait_until(lambda: short.owned("short") == [], 120), short.owned("short")
+    short.kubectl("delete", "ltj", "short", "--timeout=180s")
+    assert wait_until(lambda: short.owned("short") == [], 360), short.owned("short")
 
 
 @pytest.fixture(scope="module")
 def long(own_studio: Studio) -> Studio:
     own_studio.kubectl.apply(job("long", 100_000))
-    assert wait_until(lambda: trains(own_studio, "long", 1), 180), own_studio.describe("long")
+    assert wait_until(lambda: trains(own_studio, "long", 1), 540), own_studio.describe("long")
     return own_studio
 
 
 def test_a_deleted_pod_stops_the_gang_with_a_checkpoint_and_costs_no_restart(long: Studio) -> None:
     second = long.pods("long", 1)[1]["metadata"]["name"]
     long.kubectl("delete", "pod", second, "--wait=false")
-    assert wait_until(lambda: trains(long, "long", 2), 240), long.describe("long")
+    assert wait_until(lambda: trains(long, "long", 2), 720), long.describe("long")
     assert long.status("long").get("restarts", 0) == 0
     first = long.pods("long", 2)[0]["metadata"]["name"]
 
@@ -113,19 +113,19 @@ def test_a_deleted_pod_stops_the_gang_with_a_checkpoint_and_costs_no_restart(lon
         return "resuming from" in long.kubectl.attempt("logs", first).stdout
 
     # The step in the status is that of the attempt before until the new one has told its own.
-    assert wait_until(resumed, 240), long.describe("long")
+    assert wait_until(resumed, 720), long.describe("long")
 
 
 def test_a_killed_rank_ends_the_gang_and_the_cause_is_told(long: Studio) -> None:
-    assert wait_until(lambda: trains(long, "long", 2), 240), long.describe("long")
+    assert wait_until(lambda: trains(long, "long", 2), 720), long.describe("long")
     second = long.pods("long", 2)[1]["metadata"]["name"]
     long.kubectl("exec", second, "--", "python3", "-c", LOST_CHILD)
 
     def told() -> str:
         return str(long.condition("long", "Restarting").get("message", ""))
 
-    assert wait_until(lambda: "rank 1 of 2 was killed by SIGKILL" in told(), 120), long.describe(
+    assert wait_until(lambda: "rank 1 of 2 was killed by SIGKILL" in told(), 360), long.describe(
         "long"
     )
-    assert wait_until(lambda: trains(long, "long", 3), 240), long.describe("long")
+    assert wait_until(lambda: trains(long, "long", 3), 720), long.describe("long")
     assert long.status("long")["restarts"] == 1

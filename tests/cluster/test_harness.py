@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.skips import not_applicable
+
 from .conftest import ClaimDirectory
 from .harness import cluster as local_cluster
 from .harness import processes
@@ -47,7 +49,7 @@ def output_of(kubectl: Kubectl, pod: JsonObject) -> str:
     name = str(metadata["name"])
     kubectl.apply(pod)
     try:
-        kubectl("wait", f"pod/{name}", "--for=jsonpath={.status.phase}=Succeeded", "--timeout=60s")
+        kubectl.wait_for("jsonpath={.status.phase}=Succeeded", f"pod/{name}", seconds=180)
     except KubectlError as error:
         pytest.fail(f"{error}\n{kubectl('describe', 'pod', name)}")
     return kubectl("logs", name)
@@ -63,7 +65,7 @@ def test_up_on_a_running_cluster_starts_nothing(
     places: Places, cluster: Path, is_local_cluster: bool
 ) -> None:
     if not is_local_cluster:
-        pytest.skip("the cluster is not the harness's")
+        not_applicable("the cluster is not the harness's")
     names = processes.remembered(places)
     before = {name: processes.running_pid(places, name) for name in names}
     assert local_cluster.up(places) == cluster
@@ -88,7 +90,7 @@ def test_a_pod_that_asks_for_more_gpus_than_there_are_waits(
 ) -> None:
     here = kubectl.within(namespace)
     here.apply(shell_pod("greedy", shell_image, "", gpus=GPUS + 1))
-    here("wait", "pod/greedy", "--for=condition=PodScheduled=False", "--timeout=30s")
+    here.wait_for("condition=PodScheduled=False", "pod/greedy", seconds=120)
     pod = here.get("pod", "greedy")
     assert f"Insufficient {GPU_RESOURCE}" in json.dumps(pod["status"])
 
@@ -127,7 +129,7 @@ def test_one_pod_reaches_another_through_a_service(
         "spec": {"selector": {"app": "server"}, "ports": [{"port": 80, "targetPort": 8080}]},
     }
     here.apply(server, service)
-    here("wait", "pod/server", "--for=condition=Ready", "--timeout=60s")
+    here.wait_for("condition=Ready", "pod/server", seconds=180)
     client = """
 import socket, time
 for attempt in range(50):  # the Service's rules follow the pod's readiness by a moment

@@ -103,11 +103,11 @@ def test_an_alert_of_a_scraped_pod_reaches_the_webhook(
         exporter("unselected", shell_image, 99, {"app": "other"}),
         exporter("excluded", shell_image, 99, {**app, "tier": "hidden"}),
     )
-    here("wait", "pod", "--all", "--for=condition=Ready", "--timeout=60s")
+    here.wait_for("condition=Ready", "pod", "--all", seconds=180)
     here.apply(pod_monitor(), RULE)
     monitored.prometheus.reload()
 
-    alert = monitored.receiver.wait_for("TooDeep", 60)
+    alert = monitored.receiver.wait_for("TooDeep", 180)
     assert alert.labels["pod"] == "deep"
     assert alert.labels["namespace"] == namespace
     assert alert.labels["run"] == "seven"
@@ -116,7 +116,7 @@ def test_an_alert_of_a_scraped_pod_reaches_the_webhook(
     assert alert.labels["severity"] == "warning"
     assert alert.annotations["summary"] == "deep is at 12."
 
-    scraped = monitored.prometheus.wait_for('harness_depth{pod="shallow"}', 30)
+    scraped = monitored.prometheus.wait_for('harness_depth{pod="shallow"}', 90)
     assert [sample.value for sample in scraped] == [3.0]
     everything = monitored.prometheus.query(f'harness_depth{{namespace="{namespace}"}}')
     assert {sample.labels["pod"] for sample in everything} == {"deep", "shallow"}

@@ -28,8 +28,7 @@ JsonObject = dict[str, Any]
 
 @pytest.fixture
 def scoped(kubectl: Kubectl, namespace: str) -> Kubectl:
-    kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
-    kubectl("wait", "--for=condition=Established", "crd/loratrainingjobs.kubelora.dev")
+    kubectl.define(CRD)
     within = kubectl.within(namespace)
     shebang = "#!/usr/bin/python3\n"
     within.apply(
@@ -67,7 +66,7 @@ def start(cluster: Path, namespace: str, shell_image: str, tmp_path: Path) -> It
         if process.poll() is None:
             process.send_signal(signal.SIGCONT)
             process.terminate()
-            process.wait(30)
+            process.wait(90)
 
 
 def job(
@@ -120,7 +119,7 @@ def lease_holder(kubectl: Kubectl) -> str:
     return kubectl.attempt("get", "lease", "kubelora-operator", "-o", path).stdout
 
 
-def until(what: Callable[[], object], kubectl: Kubectl, seconds: float = 90) -> None:
+def until(what: Callable[[], object], kubectl: Kubectl, seconds: float = 300) -> None:
     assert wait_until(lambda: bool(what()), seconds), kubectl("get", "ltj,job,pod", "-o", "yaml")
 
 
@@ -154,7 +153,7 @@ def test_a_missing_claim_is_a_reason_and_recovers_and_the_job_completes(
     }
     assert {"ClaimNotFound", "TrainingDone"} <= reasons
 
-    scoped("delete", "ltj", "bottles", "--wait=true", "--timeout=30s")
+    scoped("delete", "ltj", "bottles", "--wait=true", "--timeout=180s")
     ours = ("job,pod,configmap", "-l", "app.kubernetes.io/managed-by=kubelora-operator")
     until(lambda: not items(scoped, *ours), scoped)
 
@@ -229,7 +228,7 @@ def test_a_restart_of_the_operator_goes_on_from_the_cluster_alone(
     until(lambda: status(scoped).get("state") == "Running", scoped)
     pods = [p["metadata"] for p in items(scoped, "pod")]
     first.kill()
-    first.wait(30)
+    first.wait(90)
     start("two")  # waits until the dead holder's lease has run out
     until(lambda: condition(scoped, "Complete").get("status") == "True", scoped)
     after = [p["metadata"] for p in items(scoped, "pod")]
@@ -255,7 +254,7 @@ def test_of_two_operators_one_leads_and_a_frozen_leader_is_replaced_and_ends(
     first.send_signal(signal.SIGSTOP)
     until(lambda: holder() == "two", scoped)
     first.send_signal(signal.SIGCONT)
-    assert first.wait(30) == 3
+    assert first.wait(90) == 3
     assert holder() == "two"
     assert len(items(scoped, "job")) == 1
     assert status(scoped)["attempt"] == 1
@@ -268,7 +267,7 @@ def test_a_lease_is_handed_over_at_once_on_sigterm(scoped: Kubectl, start: Start
     first = start("one")
     until(lambda: holder() == "one", scoped)
     first.terminate()
-    assert first.wait(30) == 0
+    assert first.wait(90) == 0
     assert holder() == ""
 
 

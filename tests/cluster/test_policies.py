@@ -55,13 +55,13 @@ def applied(own_studio: Studio) -> Studio:
 
 
 def test_suspend_ends_the_pod_behind_a_checkpoint_and_says_how_to_go_on(applied: Studio) -> None:
-    applied.wait("suspend", "Suspended", 240)
+    applied.wait("suspend", "Suspended", 720)
     told = applied.condition("suspend", "Suspended")
     assert told["reason"] == "HealthPolicy"
     assert "UpdatesLost" in told["message"]
     assert "set spec.health.policy to Warn" in told["message"]
     assert applied.status("suspend")["state"] == "Suspended"
-    assert wait_until(lambda: live_pods(applied, "suspend") == [], 30)
+    assert wait_until(lambda: live_pods(applied, "suspend") == [], 90)
     held_at = applied.status("suspend")["progress"]["step"]
     assert held_at > 0
     checkpoints = applied.output / "suspend" / "checkpoints"
@@ -82,7 +82,7 @@ def test_a_changed_policy_goes_on_from_the_checkpoint(applied: Studio) -> None:
         status = applied.status("suspend")
         return status.get("attempt") == 2 and status["progress"]["step"] > held_at
 
-    assert wait_until(goes_on, 180), applied.describe("suspend")
+    assert wait_until(goes_on, 540), applied.describe("suspend")
     (pod,) = applied.pods("suspend", 2)
     log = applied.kubectl("logs", pod["metadata"]["name"])
     assert f"step-{held_at:06d}" in log
@@ -90,7 +90,7 @@ def test_a_changed_policy_goes_on_from_the_checkpoint(applied: Studio) -> None:
 
 
 def test_fail_fails_the_job_at_once_with_the_finding_in_its_words(applied: Studio) -> None:
-    applied.wait("fail", "Failed", 240)
+    applied.wait("fail", "Failed", 720)
     failed = applied.condition("fail", "Failed")
     assert "UpdatesLost" in failed["message"]
     assert "health.policy is Fail" in failed["message"]
@@ -100,7 +100,7 @@ def test_fail_fails_the_job_at_once_with_the_finding_in_its_words(applied: Studi
 def test_rollback_goes_back_once_and_fails_when_the_fault_is_in_the_settings(
     applied: Studio,
 ) -> None:
-    applied.wait("rollback", "Failed", 240)
+    applied.wait("rollback", "Failed", 720)
     assert "already went back to step" in applied.condition("rollback", "Failed")["message"]
     assert applied.status("rollback")["attempt"] == 1  # within one pod
     (pod,) = applied.pods("rollback")

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .harness import buildah, kernel, locks
+from .harness import buildah, kernel, locks, machine
 from .harness.places import Places
-
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("buildah"), reason="needs root and buildah"
-)
 
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Places]:
     """A storage of its own, with an image of one file."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    machine.install(machine.IMAGE_PACKAGES)
     places = Places(cache=tmp_path / "cache", state=tmp_path / "state")
     context = tmp_path / "context"
     context.mkdir()

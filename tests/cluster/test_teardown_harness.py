@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.skips import not_applicable
+
 from .harness import cluster as local_cluster
 from .harness import kernel, processes, teardown
 from .harness.errors import HarnessError
@@ -54,9 +56,10 @@ def test_a_stranger_with_a_remembered_id_is_not_stopped(other: Places, sleeper: 
     assert processes.start_time(sleeper) == started
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_mount_is_found_and_what_lies_behind_it_survives(other: Places, tmp_path: Path) -> None:
     """A bind mount of a user's folder below the state folder: removing files must not follow it."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
     user, point = tmp_path / "user", other.state / "a folder"
     user.mkdir()
     point.mkdir(parents=True)
@@ -74,7 +77,7 @@ def test_a_command_for_another_state_folder_leaves_the_running_cluster_alone(
     other: Places, places: Places, cluster: Path, is_local_cluster: bool
 ) -> None:
     if not is_local_cluster:
-        pytest.skip("the cluster is not the harness's")
+        not_applicable("the cluster is not the harness's")
     with pytest.raises(HarnessError, match=f"KUBELORA_STATE={places.state}"):
         teardown.down(other)
     assert kernel.tables()
@@ -85,7 +88,7 @@ def test_a_cluster_is_not_taken_down_under_a_test_run(
 ) -> None:
     """This very run is the one that uses it."""
     if not is_local_cluster:
-        pytest.skip("the cluster is not the harness's")
+        not_applicable("the cluster is not the harness's")
     with pytest.raises(HarnessError, match="A test run uses the cluster"):
         local_cluster.down(places)
     assert local_cluster.is_healthy(places)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Callable
 
 from . import cluster, gobuild, images, teardown
 from .errors import HarnessError
 from .places import Places, default_places
+from .tools import FAMILIES, HELM, PROMETHEUS
 
 
 def _up(places: Places, _: argparse.Namespace) -> int:
@@ -44,6 +46,15 @@ def _images(places: Places, _: argparse.Namespace) -> int:
     return 0
 
 
+def _build(places: Places, _: argparse.Namespace) -> int:
+    if os.geteuid() == 0 or os.environ.get("KUBECONFIG"):
+        gobuild.ensure(places, FAMILIES)
+        images.build(places)
+    else:  # no cluster here, and none elsewhere: the chart's tests run all the same
+        gobuild.ensure(places, (HELM, PROMETHEUS))
+    return 0
+
+
 def _check_clean(places: Places, _: argparse.Namespace) -> int:
     left = teardown.check_clean(places)
     print("\n".join(left) or "Nothing of a cluster is left on this machine.")
@@ -70,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("up", _up, "start the cluster, repair it, or find it running; prints the KUBECONFIG")
     down = add("down", _down, "stop the cluster and remove every trace of it")
     down.add_argument("--force", action="store_true", help="even when a test run uses it")
+    add("build", _build, "build the programs and images that tests need on this machine")
     add("status", _status, "one line a component; the exit status is 0 when all are healthy")
     add("check-clean", _check_clean, "list what a cluster left behind; exit status 0 when nothing")
     add("images", _images, "build the two images where stale and hand them to the cluster")

@@ -94,7 +94,7 @@ def allocatable_gpus(kubectl: Kubectl) -> int:
     return int(str(allocatable.get(GPU_RESOURCE, 0)))
 
 
-def offer_gpus(kubectl: Kubectl, seconds: float = 60.0) -> None:
+def offer_gpus(kubectl: Kubectl, seconds: float = 180.0) -> None:
     """Announce GPUs that are not there; the kubelet copies the capacity to what is allocatable."""
     if allocatable_gpus(kubectl) == GPUS:
         return

@@ -26,7 +26,7 @@ def install(
     path.write_text(yaml.safe_dump(given))
     helm(
         *("install", release, str(CHART), "--namespace", namespace, "--create-namespace"),
-        *("--values", str(path), "--wait", "--timeout", "180s"),
+        *("--values", str(path), "--wait", "--timeout", "600s"),
         "--take-ownership",  # of the CRD, which outlives a release and other tests
     )
 
@@ -35,7 +35,7 @@ def uninstall(helm: Helm, kubectl: Kubectl, release: str, namespace: str) -> Non
     """`helm uninstall`, also where a test has done so already, and the namespace with it."""
     with contextlib.suppress(Exception):
         helm("uninstall", release, "--namespace", namespace, "--wait")
-    kubectl("delete", "namespace", namespace, "--ignore-not-found", "--timeout=120s")
+    kubectl("delete", "namespace", namespace, "--ignore-not-found", "--timeout=280s")
 
 
 def _image(name: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from . import addons, configs, gobuild, kernel, machine, processes, scratch, teardown
 from .components import Component, all_components
 from .errors import HarnessError, tail
-from .kubectl import Kubectl
+from .kubectl import Kubectl, KubectlError
 from .locks import exclusive, without_users
 from .pki import write_pki
 from .places import Places
@@ -160,21 +160,19 @@ def _grant_dns(places: Places, address: str) -> None:
 def _wait_for_node(places: Places) -> None:
     """Until a pod that asks for a GPU could start: a ready node, GPUs, a service account."""
     kubectl = admin_kubectl(places)
-    if not wait_until(lambda: addons.node_is_ready(kubectl), 60, pause=0.3):
+    if not wait_until(lambda: addons.node_is_ready(kubectl), 180, pause=0.3):
         log = places.logs / "kubelet.log"
-        raise HarnessError(f"The node was not Ready after 60 s; the end of {log}:\n{tail(log)}")
+        raise HarnessError(f"The node was not Ready after 180 s; the end of {log}:\n{tail(log)}")
     addons.offer_gpus(kubectl)
 
-    def has_account() -> bool:
-        done = kubectl.attempt("get", "serviceaccount", "default", "--namespace=default")
-        return done.returncode == 0
-
-    if not wait_until(has_account, 60, pause=0.3):
+    try:
+        kubectl.wait_for("create", "serviceaccount/default", "--namespace=default", seconds=180)
+    except KubectlError as error:
         log = places.logs / "kube-controller-manager.log"
         raise HarnessError(
-            "The controller manager made no default service account in 60 s; "
-            f"the end of {log}:\n{tail(log)}"
-        )
+            f"The controller manager made no default service account: {error}\n"
+            f"The end of {log}:\n{tail(log)}"
+        ) from error
 
 
 def describe(places: Places) -> str:

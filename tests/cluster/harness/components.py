@@ -40,7 +40,7 @@ class Component:
     healthy: Callable[[], bool]
     ports: tuple[tuple[str, int], ...] = ()
     """Address and port pairs that must be free before the start."""
-    deadline: float = 60.0
+    deadline: float = 180.0
     """Seconds from start to healthy before the harness gives up."""
 
 
@@ -127,7 +127,7 @@ def api_server(places: Places, node_address: str) -> Component:
             f"https://127.0.0.1:{API_PORT}/readyz", token=token_of(places, "admin")
         ),
         ports=(("0.0.0.0", API_PORT),),
-        deadline=120.0,
+        deadline=400.0,
     )
 
 

@@ -71,7 +71,7 @@ def ensure(places: Places) -> Images:
 
 def ensure_target(places: Places, context: Path, target: str) -> str:
     """Build one target and hand it to containerd, unless containerd has it; returns its name."""
-    name = f"localhost/kubelora-{target}:{fingerprint(context, target)}"
+    name = name_of(context, target)
     if scratch.has_image(places, name):
         return name
     with exclusive(places, "images"), buildah.unmounting(places):
@@ -80,13 +80,31 @@ def ensure_target(places: Places, context: Path, target: str) -> str:
     return name
 
 
-def _build_and_import(places: Places, context: Path, target: str, name: str) -> None:
+def build(places: Places) -> None:
+    """Build the images that tests would build, without a cluster to hand them to."""
+    if from_environment() or not uses_local_cluster(places):
+        return
+    with exclusive(places, "images"), buildah.unmounting(places):
+        for target in TARGETS:
+            _build(places, REPOSITORY, target, name_of(REPOSITORY, target))
+
+
+def name_of(context: Path, target: str) -> str:
+    """The image's name, whose tag follows from what the image is built from."""
+    return f"localhost/kubelora-{target}:{fingerprint(context, target)}"
+
+
+def _build(places: Places, context: Path, target: str, name: str) -> None:
     machine.require_disk(places.cache, 8, f"to build the {target} image")
     buildah.ensure_base(places)
-    started = time.monotonic()
     if not buildah.has_image(places, name):
         say(f"building the {target} image")
         buildah.build(places, context, target, name)
+
+
+def _build_and_import(places: Places, context: Path, target: str, name: str) -> None:
+    started = time.monotonic()
+    _build(places, context, target, name)
     built = time.monotonic()
     moved = transfer.to_containerd(places, name)
     say(

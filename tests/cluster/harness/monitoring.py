@@ -127,8 +127,7 @@ class Monitoring:
 def install_crds(places: Places, kubectl: Kubectl) -> None:
     """The kinds PodMonitor and PrometheusRule, as the Prometheus operator defines them."""
     folder = gobuild.tool(places, "monitoring-crds")
-    kubectl("apply", "--server-side", "-f", str(folder))
-    kubectl("wait", "--for=condition=Established", "-f", str(folder), "--timeout=30s")
+    kubectl.define(folder)
 
 
 @contextlib.contextmanager
@@ -206,8 +205,8 @@ def _running(name: str, folder: Path, command: tuple[str, ...], url: str) -> Ite
             start_new_session=True,
         )
     try:
-        if not wait_until(lambda: answers(f"{url}/-/ready"), 60):
-            raise HarnessError(f"{name} was not ready after 60 s; the end of {log}:\n{tail(log)}")
+        if not wait_until(lambda: answers(f"{url}/-/ready"), 180):
+            raise HarnessError(f"{name} was not ready after 180 s; the end of {log}:\n{tail(log)}")
         yield
     finally:
         processes.terminate_group(process.pid, grace=10.0)

@@ -31,11 +31,11 @@ def studio(
     demo = create_demo(folder / "demo", "small")
     namespace = f"{name}-{secrets.token_hex(3)}"
     release, system = f"kubelora-{name}", f"kubelora-{name}-system"
-    kubectl("create", "namespace", namespace)
+    kubectl.create_namespace(namespace)
     for claim, path in (("model", demo.model), ("data", demo.photos), ("output", folder / "out")):
         volumes.claim_directory(kubectl, namespace, claim, path)
     chart.install(helm, images, release, system, {})
     yield Studio(kubectl.within(namespace), folder / "out")
-    kubectl("delete", "namespace", namespace, "--timeout=240s", timeout=260)
+    kubectl("delete", "namespace", namespace, "--timeout=600s", timeout=660)
     volumes.release_volumes(kubectl, namespace)
     chart.uninstall(helm, kubectl, release, system)

@@ -60,9 +60,9 @@ def claim_directory(kubectl: Kubectl, namespace: str, name: str, directory: Path
     directory.mkdir(parents=True, exist_ok=True)
     kubectl.apply(*claim_objects(namespace, name, directory.resolve()))
     arguments = ("get", "pvc", name, "--namespace", namespace, "-o", "jsonpath={.status.phase}")
-    if not wait_until(lambda: kubectl.attempt(*arguments).stdout == "Bound", 30):
+    if not wait_until(lambda: kubectl.attempt(*arguments).stdout == "Bound", 120):
         raise HarnessError(
-            f"Claim {namespace}/{name} was not bound to {directory} in 30 s; "
+            f"Claim {namespace}/{name} was not bound to {directory} in 120 s; "
             f"`kubectl describe pvc {name} -n {namespace}` says why."
         )
 

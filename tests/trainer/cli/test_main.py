@@ -20,6 +20,7 @@ from kubelora_api.documents import parse_job
 from kubelora_api.report import FinalReport, RunReport
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.cli.main import main, stray_mounts
+from tests.tiers.skips import not_applicable
 
 JOB = """\
 apiVersion: kubelora.dev/v1alpha1
@@ -274,7 +275,7 @@ def test_no_gpu_is_refused_unless_a_cpu_is_meant(train: Train) -> None:
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
+        not_applicable("this machine has a GPU")
     ended = train("spec.training.device=auto")
     assert ended.exit_code == 2, ended.output
     assert "--set spec.training.device=cpu" in ended.output

@@ -29,6 +29,7 @@ from kubelora_trainer.utils.errors import (
     PeerLostError,
 )
 from kubelora_trainer.utils.signals import StopRequest
+from tests.tiers.skips import not_applicable
 from tests.trainer.fixtures.processes import ended_by
 
 
@@ -237,11 +238,12 @@ def _until(reached: Callable[[], bool]) -> None:
     pytest.fail(f"not reached within 30 s on {sys.platform}")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_are_started_before_their_meeting_place_has_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A fork while one of them looks up a name leaves the C library's lock taken for ever."""
+    if sys.platform != "linux":
+        not_applicable("reads /proc")
     started: list[int] = []
 
     def log_progress(*arguments: Any, **named: Any) -> Any:

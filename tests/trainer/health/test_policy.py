@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -130,7 +131,6 @@ def test_a_rollback_shows_in_status_and_verdict(tmp_path: Path) -> None:
 
 
 def test_the_run_log_holds_each_step_once_after_a_rollback(tmp_path: Path) -> None:
-    pq = pytest.importorskip("pyarrow.parquet")
     engine = Engine(tmp_path, policy=Health(policy="Rollback"))
     broken_at(engine, 10)
     engine.train(every=1)

@@ -1,8 +1,9 @@
 """`make test`: every tier this machine can run, one line each, and why where one can't.
 
 Tiers that compute run one after another in one lane, the fault benchmark in a second; those that
-mostly wait (the cluster's) in a third beside them, so that two cores are enough. Under ``CI=true``
-a tier that could not run counts as failed: a green run has run everything.
+mostly wait (the cluster's) in a third next to them, so that two cores are enough. Under ``CI=true``
+a tier that could not run counts as failed: a green run has run everything. Each line gives the wall
+time and the processor time of all that the tier started (see `tests.tiers.cpu_time`).
 """
 
 import os
@@ -10,13 +11,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "build" / "test-logs"
 PYTHON = sys.executable
 BIN = Path(PYTHON).parent
@@ -45,6 +47,11 @@ def helm_or_means_for_it() -> str | None:
     return "needs helm, or Go to build it"
 
 
+def means_to_build() -> str | None:
+    """Why the programs that the next two tiers run can't be built here, or None."""
+    return None if shutil.which("go") else "needs Go"
+
+
 @dataclass(frozen=True)
 class Tier:
     """A folder of tests, or a command that stands for one."""
@@ -59,6 +66,7 @@ def pytest(*arguments: str) -> tuple[str, ...]:
     return (PYTHON, "-m", "pytest", "--durations=5", "-rs", *arguments)
 
 
+UNIT_ROOMS = ("api", "operator", "tiers", "trainer", "benchmarks")
 LANES: tuple[tuple[Tier, ...], ...] = (
     (
         Tier(
@@ -70,11 +78,12 @@ LANES: tuple[tuple[Tier, ...], ...] = (
                 (str(BIN / "lint-imports"),),
             ),
         ),
-        Tier("unit", (pytest("tests/api", "tests/operator", "tests/trainer", "tests/benchmarks"),)),
+        Tier("unit", (pytest(*(f"tests/{room}" for room in UNIT_ROOMS)),)),
         Tier("quickstart", (pytest("tests/quickstart"),)),
     ),
     (Tier("numerics", (pytest("tests/numerics"), (PYTHON, "-m", "tests.numerics"))),),
     (
+        Tier("builds", ((PYTHON, "-m", "tests.cluster.harness", "build"),), means_to_build),
         Tier("chart", (pytest("tests/chart"),), helm_or_means_for_it),
         Tier("cluster", (pytest("tests/cluster"),), cluster_or_means_for_one),
     ),
@@ -89,19 +98,21 @@ class Outcome:
     ran: bool
     passed: bool
     seconds: float
+    cpu_seconds: float
     sentence: str
     counts: Mapping[str, int]
 
     def line(self) -> str:
         """One line for the person who waits."""
         state = "passed" if self.passed else "FAILED" if self.ran else "not run"
-        return f"{self.tier:<11} {state:<8} {self.seconds:6.0f} s  {self.sentence}"
+        cost = f"{self.seconds:6.0f} s {self.cpu_seconds / 60:5.1f} CPU min"
+        return f"{self.tier:<11} {state:<8} {cost}  {self.sentence}"
 
 
 def run(tier: Tier) -> Outcome:
     """Run a tier, its output to a log file, and print its line."""
     if reason := tier.lacking():
-        outcome = Outcome(tier.name, False, False, 0, reason, {})
+        outcome = Outcome(tier.name, False, False, 0, 0, reason, {})
     else:
         outcome = _run_commands(tier)
     print(outcome.line(), flush=True)
@@ -110,21 +121,33 @@ def run(tier: Tier) -> Outcome:
 
 def _run_commands(tier: Tier) -> Outcome:
     log = LOGS / f"{tier.name}.log"
-    # One thread each: lanes share the cores, and tiny models run slower on more.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
     started = time.monotonic()
-    passed = True
-    with log.open("wb") as output:
+    passed, cpu_seconds = True, 0.0
+    with log.open("wb") as output, tempfile.NamedTemporaryFile("r") as cpu:
         for command in tier.commands:
+            measured = (PYTHON, "-m", "tests.tiers.cpu_time", cpu.name, *command)
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+                measured, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT
             )
             passed = passed and done.returncode == 0
+            cpu.seek(0)
+            cpu_seconds += float(cpu.read() or 0)
+    seconds = time.monotonic() - started
     counts = count(log.read_text(errors="replace"))
     told = ", ".join(f"{n} {what}" for what, n in counts.items()) or f"{len(tier.commands)} checks"
     told = "; ".join([told, *own_words(tier.name, log.read_text(errors="replace"))])
     sentence = told if passed else f"{told}; see {log.relative_to(ROOT)}"
-    return Outcome(tier.name, True, passed, time.monotonic() - started, sentence, counts)
+    return Outcome(tier.name, True, passed, seconds, cpu_seconds, sentence, counts)
+
+
+def environment() -> dict[str, str]:
+    """The environment of a tier's commands."""
+    given = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+    # One thread each: lanes share the cores, and tiny models run slower on more.
+    # Where PYTHONDONTWRITEBYTECODE is set and the packages were installed without bytecode, each
+    # process compiles torch's and diffusers' sources again, which costs more than importing them.
+    given.pop("PYTHONDONTWRITEBYTECODE", None)
+    return {**given, "PYTHONPYCACHEPREFIX": str(ROOT / "build" / "bytecode")}
 
 
 def own_words(tier: str, log: str) -> list[str]:
@@ -156,6 +179,7 @@ def main(names: Sequence[str]) -> int:
     for outcome in outcomes:
         if outcome.ran and not outcome.passed:
             _print_end_of(outcome.tier)
+    print(f"{sum(o.cpu_seconds for o in outcomes) / 60:.1f} CPU minutes in all")
     strict = os.environ.get("CI") == "true"
     wrong = [o for o in outcomes if not o.passed and (o.ran or strict)]
     tests = sum(o.counts.get("passed", 0) for o in outcomes)
