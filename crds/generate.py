@@ -1,6 +1,6 @@
-"""Writes the CRD that is kept in the repository; `make generate` calls it.
+"""Script of `make generate` that writes the CRD kept in the repository.
 
-YAML is for people who read and apply it. The contract package itself knows no YAML.
+The contract package itself does not import a YAML library.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ HEADER = "# Generated from crds/kubelora_api by `make generate`. Do not edit.\n"
 
 
 def rendered() -> str:
-    """The CRD's YAML text."""
+    """Render the CRD as YAML."""
     return HEADER + yaml.safe_dump(custom_resource_definition(), sort_keys=False, width=100)
 
 

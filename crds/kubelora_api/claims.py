@@ -1,4 +1,4 @@
-"""The claims that a job's URIs name: mounted by the operator, stood in for by ``--mount``."""
+"""Claims named in a job's URIs: mounted by the operator, or given with ``--mount``."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from kubelora_api.uri import parse_place
 
 
 def inputs_of(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Every place that the job reads: its field below ``spec``, and its URI."""
+    """Yield every URI that the job reads, with its field below ``spec``."""
     found = {
         "model.uri": spec.model.uri,
         "model.vae": spec.model.vae,
@@ -22,7 +22,7 @@ def inputs_of(spec: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def claims_of(spec: JobSpec) -> dict[str, bool]:
-    """Claims by name, and whether the job only reads them."""
+    """Return the claims by name, and whether the job only reads them."""
     places = (parse_place(uri) for _, uri in inputs_of(spec))
     claims = {place.root: True for place in places if place.scheme == "pvc"}
     for uri in (spec.output.uri, spec.dataset.cache):

@@ -1,8 +1,9 @@
 """The CustomResourceDefinition, as a structural schema built from the typed models.
 
 Walks the models field by field rather than rewriting pydantic's JSON schema: structural schemas
-know no ``$ref``, no ``anyOf`` with null and no numeric ``exclusiveMinimum``, and defaults, rules
-and list types must stand at their own place. ``python -m kubelora_api.crd`` prints it as JSON.
+have no ``$ref``, no ``anyOf`` with null and no numeric ``exclusiveMinimum``, and defaults, rules
+and list types must be at the field that they apply to. ``python -m kubelora_api.crd`` prints the
+CRD as JSON.
 """
 
 import json
@@ -30,10 +31,10 @@ _SCALARS: dict[object, Schema] = {
     float: {"type": "number", "format": "double"},
 }
 COLUMNS: tuple[tuple[str, str, str, str], ...] = (
-    ("State", "string", ".status.state", "What the job is doing."),
+    ("State", "string", ".status.state", "State of the job."),
     ("Step", "integer", ".status.progress.step", "Optimizer steps done."),
-    ("Progress", "string", ".status.progress.percent", "Share of the steps done."),
-    ("Loss", "number", ".status.progress.loss", "Mean loss of the last step."),
+    ("Progress", "string", ".status.progress.percent", "Percentage of the steps done."),
+    ("Loss", "number", ".status.progress.loss", "Mean loss of the last optimizer step."),
     ("Health", "string", ".status.health.verdict", "Numerical health."),
     ("ETA", "string", ".status.progress.eta", "Time left."),
     ("Age", "date", ".metadata.creationTimestamp", "Time since the job was created."),
@@ -41,7 +42,7 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
 
 
 def custom_resource_definition() -> Schema:
-    """The whole CRD as a JSON object."""
+    """Build the CRD as a JSON object."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -115,7 +116,7 @@ def _field(info: FieldInfo) -> Schema:
 
 
 def _default(info: FieldInfo) -> object:
-    """What the server fills in: scalars and whole groups; empty collections stay absent."""
+    """Return the default set by the server: scalars and groups; empty collections stay absent."""
     if info.is_required():
         return None
     value = info.get_default(call_default_factory=True, validated_data={})
@@ -163,7 +164,7 @@ def _bare_type(bare: object) -> Schema:
 
 
 def _constrain(schema: Schema, metadata: tuple[object, ...]) -> None:
-    """Add bounds, extras and rules. Sizes go by what is sized: text, list or map."""
+    """Add bounds, extras and rules; the name of a size limit depends on the type."""
     size = {"array": "Items", "object": "Properties"}.get(schema.get("type", ""), "Length")
     for item in metadata:
         match item:

@@ -1,4 +1,4 @@
-"""``spec.dataset``: the images and captions, and what happens to them before training."""
+"""``spec.dataset``: images and captions, and how they are processed before training."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -9,15 +9,15 @@ from kubelora_api.types import InputPlace, OutputPlace
 
 
 class Buckets(ApiModel):
-    """Aspect-ratio buckets: training sizes of about the area of resolution x resolution."""
+    """Aspect-ratio buckets: training sizes with about the same area as resolution x resolution."""
 
     enabled: bool = Field(
         False,
-        description="true trains each image at the size nearest to its shape, one size per "
-        "micro-batch; false (default) trains every image as a square.",
+        description="true trains each image at the size closest to its aspect ratio, with one size "
+        "per micro-batch; false (default) crops every image to a square.",
     )
     step: Annotated[int, Field(ge=8, le=512, multiple_of=8)] = Field(
-        64, description="Edges are multiples of this many pixels. Default 64, 8 to 512."
+        64, description="Edge lengths are multiples of this many pixels, 8 to 512. Default 64."
     )
     min_edge: Annotated[int, Field(ge=8, le=8192)] | None = Field(
         None, description="Shortest edge in pixels, 8 to 8192. Default: half the resolution."
@@ -28,24 +28,24 @@ class Buckets(ApiModel):
 
 
 class Captions(ApiModel):
-    """What happens to each caption before the text encoders read it."""
+    """How each caption is changed before it is tokenized."""
 
     prefix: Annotated[str, Field(max_length=256)] = Field(
         "",
-        description="Put in front of every caption with a separator, such as a trigger word. "
-        "Default: nothing. Up to 256 characters.",
+        description="Text to prepend to every caption, followed by the separator, such as a "
+        "trigger word. Up to 256 characters. Default: none.",
     )
     shuffle_tags: bool = Field(
         False,
-        description="Shuffle the caption's tags anew each time it is used. Default false.",
+        description="Whether to shuffle the caption's tags each time it is used. Default false.",
     )
     keep_tags: Annotated[int, Field(ge=0, le=256)] = Field(
         0,
-        description="First tags of the caption that keep their place when tags are shuffled; the "
-        "prefix always does. Default 0, up to 256.",
+        description="Number of leading tags that are not shuffled; the prefix never is. Default 0, "
+        "0 to 256.",
     )
     separator: Annotated[str, Field(min_length=1, max_length=8)] = Field(
-        ",", description="What stands between tags. Default a comma, 1 to 8 characters."
+        ",", description="Separator between tags, 1 to 8 characters. Default: a comma."
     )
 
 
@@ -53,41 +53,45 @@ Column = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class Columns(ApiModel):
-    """Names of the columns of .parquet and .arrow files, and of the fields of metadata.jsonl."""
+    """Names of columns in .parquet and .arrow files, and of fields in metadata.jsonl."""
 
     image: Column = Field(
         "image",
-        description="Column of a table with the image files' bytes, alone or as the field bytes "
-        "of a struct. Default image.",
+        description="Column with the bytes of the image files, either directly or in the field "
+        "bytes of a struct. Default image.",
     )
-    caption: Column = Field("text", description="Column or field with captions. Default text.")
+    caption: Column = Field("text", description="Column or field with the captions. Default text.")
     category: Column = Field(
-        "category", description="Column or field with categories. Default category."
+        "category", description="Column or field with the categories. Default category."
     )
 
 
 class Source(ApiModel):
-    """More images, trained on together with those of dataset.uri."""
+    """An additional source of images, used together with dataset.uri."""
 
-    uri: InputPlace = Field(description="Where they are, like dataset.uri.")
+    uri: InputPlace = Field(
+        description="Location of the images, in the same formats as dataset.uri."
+    )
     repeats: Annotated[int, Field(ge=1, le=1000)] = Field(
-        1, description="How often an epoch sees each image. Default 1, 1 to 1000."
+        1, description="How often each image is used per epoch, 1 to 1000. Default 1."
     )
     loss_weight: Annotated[float, Field(gt=0, le=100)] = Field(
         1.0,
-        description="Weight of these images' losses, as prior-preservation images need it. Default "
-        "1, above 0, up to 100.",
+        description="Factor for the loss of these images, for example of prior-preservation "
+        "images: "
+        "above 0, at most 100. Default 1.",
     )
     category: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
-        None, description="Category of all these images. Default: as found with each image."
+        None,
+        description="Category of all these images. Default: the category given with each image.",
     )
     caption: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
-        None, description="Caption of those without one. Default: the empty caption."
+        None, description="Caption of images that have none. Default: the empty caption."
     )
     use_prefix: bool = Field(
         True,
-        description="Whether captions.prefix is put in front here too. Default true; false for "
-        "prior-preservation images.",
+        description="Whether to prepend captions.prefix to these captions too; set it to false for "
+        "prior-preservation images. Default true.",
     )
 
 
@@ -102,82 +106,84 @@ class Dataset(ApiModel):
     """The images and captions to train on."""
 
     uri: InputPlace = Field(
-        description="A folder of images with captions in metadata.jsonl (file_name, text) or in "
-        ".txt or .caption files beside them, or of .parquet or .arrow files with images in them."
+        description="Directory with images, and captions in metadata.jsonl (file_name, text) or in "
+        ".txt or .caption files next to the images; or with .parquet or .arrow files that contain "
+        "images."
     )
     columns: Columns = Field(default_factory=Columns)
     repeats: Annotated[int, Field(ge=1, le=1000)] = Field(
-        1, description="How often an epoch sees each image of uri. Default 1, 1 to 1000."
+        1, description="How often each image of uri is used per epoch, 1 to 1000. Default 1."
     )
     extra_sources: Annotated[list[Source], Field(max_length=16), LIST_ATOMIC] = Field(
         default_factory=list,
-        description="More places with images, at most 16. Default: none.",
+        description="Additional sources of images, at most 16. Default: none.",
     )
     resolution: Annotated[int, Field(ge=64, le=4096, multiple_of=8)] = Field(
         1024,
-        description="Edge in pixels of the square that images are resized to and cropped from. "
-        "Default 1024, 64 to 4096, a multiple of 8.",
+        description="Edge length in pixels of the square to which images are resized and cropped: "
+        "64 to 4096, a multiple of 8. Default 1024.",
     )
     caption_dropout: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,
-        description="Share of samples, 0 to 1, trained on an empty caption, which "
-        "classifier-free guidance needs. Default 0.",
+        description="Fraction of samples, 0 to 1, trained with an empty caption, as needed for "
+        "classifier-free guidance. Default 0.",
     )
     captions: Captions = Field(default_factory=Captions)
     buckets: Buckets = Field(default_factory=Buckets)
     crop: Literal["random", "center"] = Field(
         "random",
-        description="Where the part of an image lies that its training size shows: random "
-        "(default, anew each time) or center.",
+        description="Position of the crop when an image is cropped to its training size: random "
+        "(default, drawn each time the image is used) or center.",
     )
     flip: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,
-        description="Share of samples, 0 to 1, that are mirrored left to right. Default 0: text "
-        "and logos would be learned mirrored.",
+        description="Fraction of samples, 0 to 1, that are flipped horizontally. Default 0, "
+        "because "
+        "text and logos would be learned mirrored.",
     )
     cache: OutputPlace | None = Field(
         None,
-        description="pvc://claim/path where latents and text embeddings are kept for later runs, "
-        "keyed by content, model and transform. Several runs may share it. Latents are kept for "
-        "crop: center, or images of exactly their training size's shape; text embeddings unless "
-        "tags are shuffled. Default: no cache on disk.",
+        description="pvc://claim/path where latents and text embeddings are cached for later runs, "
+        "keyed by content, model and transform. Several runs may share it. Latents are cached with "
+        "crop: center, or if the image has exactly the shape of its training size; text embeddings "
+        "are cached unless tags are shuffled. Default: no cache on disk.",
     )
     on_bad_image: Literal["fail", "skip"] = Field(
         "fail",
-        description="What an image that can't be used does: fail ends the run before training "
-        "(default), skip leaves it out and says so in preflight.json.",
+        description="What to do about an image that can't be used: fail (default) ends the run "
+        "before training, skip omits the image and lists it in preflight.json.",
     )
     on_duplicate: Literal["keep", "skip"] = Field(
         "keep",
-        description="What a file does whose bytes were met before: keep trains on it too and says "
-        "so (default), skip leaves it out.",
+        description="What to do about an image file with the same content as another: keep "
+        "(default) uses it too and reports it, skip omits it.",
     )
     min_short_edge: Annotated[int, Field(ge=0, le=16384)] = Field(
         0,
-        description="An image whose shorter edge has fewer pixels can't be used. Default 0, up to "
-        "16384: small images are enlarged, and noted.",
+        description="Minimum length of an image's shorter edge in pixels, 0 to 16384; smaller "
+        "images can't be used. Default 0: small images are enlarged and reported.",
     )
     max_aspect_ratio: Annotated[float, Field(ge=1, le=1000)] | None = Field(
         None,
-        description="An image whose longer edge is more than this many times its shorter one "
-        "can't be used. 1 to 1000. Default: no limit.",
+        description="Maximum ratio of an image's longer edge to its shorter edge, 1 to 1000; other "
+        "images can't be used. Default: no limit.",
     )
     background: Annotated[str, Field(pattern="^#[0-9a-fA-F]{6}$", max_length=7)] = Field(
         "#ffffff",
-        description="Colour that transparent pixels are laid on, as #rrggbb. Default #ffffff.",
+        description="Background color for transparent pixels, as #rrggbb. Default #ffffff.",
     )
     alpha: Literal["background", "mask"] = Field(
         "background",
-        description="What transparency means: background (default) lays the image on that colour "
-        "and trains on all of it; mask does so too, and each part of the image counts in the loss "
-        "by its opacity, transparent parts not at all.",
+        description="How transparency is used: background (default) composites the image onto the "
+        "background color; mask does the same and also weights the loss of each part of the image "
+        "by its opacity, so that transparent parts do not count.",
     )
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="!has(self.buckets) || ((!has(self.buckets.minEdge) || self.buckets.minEdge <= "
             "self.resolution) && (!has(self.buckets.maxEdge) || self.buckets.maxEdge >= "
             "self.resolution))",
-            message="the resolution must lie between buckets.minEdge and buckets.maxEdge",
+            message="resolution must be between buckets.minEdge and buckets.maxEdge",
             check=_buckets_hold_the_resolution,
             at="buckets",
         ),

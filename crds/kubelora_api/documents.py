@@ -1,7 +1,7 @@
-"""From a parsed YAML document to a typed job, or to sentences that say what is wrong and where.
+"""Conversion of a parsed YAML document to a typed job, or to messages about every violation.
 
-The same judgement as the API server's, made before anything is sent: types and bounds, rules, and
-what may change once a job has started. Reading files is the caller's duty.
+Applies the same validation as the API server, before anything is sent: types, bounds, rules, and
+the changes that are allowed once a job has started. The caller reads files.
 """
 
 import json
@@ -22,7 +22,7 @@ from kubelora_api.suggestions import did_you_mean
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the field's path from the document's root, and a sentence."""
+    """A violation: the field's path from the document's root, and a message."""
 
     path: str
     message: str
@@ -40,13 +40,17 @@ class InvalidDocument(ValueError):
 
 
 def parse_job(document: object, *, local: bool = False) -> LoraTrainingJob:
-    """A document as a typed job with its defaults filled in.
+    """Parse a document into a typed job with its defaults set.
 
-    local: take paths of this machine where the cluster takes URIs alone.
-    Raises InvalidDocument with every problem found.
+    Args:
+        document: The document.
+        local: Whether to allow local paths where the cluster allows only URIs.
+
+    Raises:
+        InvalidDocument: With every violation found.
     """
     if not isinstance(document, dict):
-        raise InvalidDocument([Problem("", "the document is not a mapping of fields to values")])
+        raise InvalidDocument([Problem("", "the document must be a mapping of fields to values")])
     _refuse_other_kinds(document)
     try:
         job = LoraTrainingJob.model_validate(_without_nulls(document))
@@ -59,7 +63,7 @@ def parse_job(document: object, *, local: bool = False) -> LoraTrainingJob:
 
 
 def check_change(new: LoraTrainingJob, old: LoraTrainingJob) -> list[Problem]:
-    """What the API server would refuse of the change from ``old`` (with its status) to ``new``."""
+    """List what the API server would reject in the change from ``old`` (with status) to ``new``."""
     return [
         Problem(t.path, t.message.removeprefix(f"{t.path}: "))
         for t in TRANSITIONS
@@ -82,7 +86,7 @@ def _refuse_other_kinds(document: JsonObject) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The API server drops nulls before it fills in defaults; so do we."""
+    """Remove nulls, as the API server does before it sets defaults."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
@@ -91,7 +95,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _broken_rules(value: object, path: str, local: bool) -> Iterator[Problem]:
-    """Rules of ``value`` and of everything below it that do not hold."""
+    """Yield the violated rules of ``value`` and of everything below it."""
     if isinstance(value, ApiModel):
         for rule in type(value).RULES:
             yield from _judge(rule, value, _join(path, rule.at), local)
@@ -109,7 +113,7 @@ def _broken_rules(value: object, path: str, local: bool) -> Iterator[Problem]:
 def _judge(rule: Rule, value: object, path: str, local: bool) -> Iterator[Problem]:
     predicate = rule.local if local and rule.local else rule.check
     if not predicate(value):
-        # A rule of the whole resource carries the path in its message.
+        # A rule of the root object has the path in its message.
         head, _, rest = rule.message.partition(": ")
         if not path and rest and " " not in head:
             path, message = head, rest
@@ -164,7 +168,7 @@ def _sentence_of(detail: ErrorDetails) -> str:
         case "multiple_of":
             return f"must be a multiple of {context['multiple_of']}, found {found}"
         case "int_type" | "int_from_float":
-            return f"must be a whole number, found {found}"
+            return f"must be an integer, found {found}"
         case "float_type":
             return f"must be a number, found {found}"
         case "string_type":
@@ -180,7 +184,7 @@ def _sentence_of(detail: ErrorDetails) -> str:
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:
-    """The field of the same group that was meant, or the fields that there are."""
+    """Suggest the field of the same group that was meant, or list its fields."""
     model: type[BaseModel] = LoraTrainingJob
     for part in location[:-1]:
         if isinstance(part, int):

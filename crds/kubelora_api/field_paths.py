@@ -1,7 +1,7 @@
-"""The paths of a job's fields, as ``--set`` and ``kubectl explain`` write them.
+"""The paths of a job's fields, as used by ``--set`` and ``kubectl explain``.
 
-A path that does not exist is answered with the one that was meant: the group may be missing
-(``training.steps``), or a name on the way may be misspelt (``spec.trainin.steps``).
+For a path that does not exist the intended one is suggested: the group may be missing
+(``training.steps``), or a part may be misspelled (``spec.trainin.steps``).
 """
 
 import re
@@ -14,7 +14,7 @@ from kubelora_api.suggestions import nearest, suggestion
 
 
 def model_below(annotation: object) -> type[BaseModel] | None:
-    """The group of fields that a field holds, alone or in a list; None for a plain value."""
+    """Return the model of a field's value or list items; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in getattr(annotation, "__args__", ()):
@@ -24,12 +24,12 @@ def model_below(annotation: object) -> type[BaseModel] | None:
 
 
 def field_names(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
-    """A group's fields as documents name them, each with the group below it."""
+    """Return a model's fields by their names in documents, each with the model below it."""
     return {f.alias or n: model_below(f.annotation) for n, f in model.model_fields.items()}
 
 
 def field_paths(model: type[BaseModel] = LoraTrainingJob, above: str = "") -> Iterator[str]:
-    """Every field's path from the document's root, without list indices."""
+    """Yield every field's path from the document's root, without list indices."""
     for name, below in field_names(model).items():
         yield above + name
         if below is not None:
@@ -37,10 +37,10 @@ def field_paths(model: type[BaseModel] = LoraTrainingJob, above: str = "") -> It
 
 
 def wrong_path(path: str) -> str | None:
-    """What is wrong with a field's path and what was meant; None for a field that there is.
+    """Describe what is wrong with a field's path and suggest the right one; None if it exists.
 
-    path: from the root, list items as ``[0]``. What lies below a map (patterns, labels) and in
-    metadata, whose fields are Kubernetes' own, is not judged.
+    ``path`` starts at the root, with list items as ``[0]``. Keys of maps (patterns, labels) and
+    the fields of metadata, which Kubernetes defines, are not checked.
     """
     model: type[BaseModel] | None = LoraTrainingJob
     bare = re.sub(r"\[\d+\]", "", path)
@@ -50,13 +50,13 @@ def wrong_path(path: str) -> str | None:
             return None
         known = field_names(model)
         if part not in known:
-            return f"{done + part} is no field{_meant(bare) or suggestion(part, known)}"
+            return f"{done + part} is not a field{_meant(bare) or suggestion(part, known)}"
         model, done = known[part], f"{done}{part}."
     return None
 
 
 def _meant(path: str) -> str:
-    """The paths that end in the one given, the group left out, or the one most like it."""
+    """Suggest paths that end in the given one, or else the most similar path."""
     short = {
         one.removeprefix("spec."): one
         for one in field_paths()
@@ -72,7 +72,7 @@ def _meant(path: str) -> str:
 
 
 def unknown_in(model: type[BaseModel], name: str) -> str:
-    """What was meant by a field that the group ``model`` has not: a name, or another place."""
+    """Suggest what was meant by a field that ``model`` does not have."""
     known = field_names(model)
     elsewhere = [one for one in field_paths() if one.endswith(f".{name}")]
     if nearest(name, known) is None and elsewhere:

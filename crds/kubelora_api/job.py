@@ -1,4 +1,4 @@
-"""The resource as a whole: metadata, spec, status, and what may change once it has started."""
+"""The LoraTrainingJob resource: metadata, spec, status, and what may change after the start."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kubelora_api.status import JobStatus
 
 
 class Metadata(BaseModel):
-    """The part of a Kubernetes object's metadata that we read; the rest passes."""
+    """The fields of a Kubernetes object's metadata that we read; others are allowed."""
 
     model_config = ConfigDict(extra="allow", alias_generator=to_camel, populate_by_name=True)
 
@@ -32,7 +32,7 @@ class Metadata(BaseModel):
 
 @dataclass(frozen=True)
 class Transition:
-    """A rule over the resource before (``oldSelf``) and after a change (``self``)."""
+    """A validation rule for a change from ``oldSelf`` to ``self``."""
 
     cel: str
     message: str
@@ -74,8 +74,8 @@ class LoraTrainingJob(ApiModel):
         Rule(
             cel=f"self.metadata.name.size() <= {names.NAME_MAX_LENGTH} && "
             f"self.metadata.name.matches('{names.NAME_PATTERN}')",
-            message=f"metadata.name: at most {names.NAME_MAX_LENGTH} characters, lower-case "
-            "letters, digits and '-', beginning with a letter and not ending with '-'",
+            message=f"metadata.name: must have at most {names.NAME_MAX_LENGTH} characters, consist "
+            "of lowercase letters, digits and '-', start with a letter and not end with '-'",
             check=_name_is_legal,
         ),
     )

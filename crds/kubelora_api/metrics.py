@@ -1,7 +1,7 @@
-"""Names, types and meanings of every metric: for exporter, operator, alert rules and docs.
+"""Names, types and help texts of all metrics, for the trainer, operator, alert rules and docs.
 
-Ratios run from 0 to 1. ``group`` is block and factor of the adapter (``down.lora_A``), a bounded
-set: the number of series of a pod does not grow with the number of its modules.
+Ratios are between 0 and 1. ``group`` is block and factor of the adapter (``down.lora_A``), a
+bounded set: the number of a pod's series does not grow with the number of its modules.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MetricType = Literal["gauge", "counter", "histogram"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric family. A counter's name ends in ``_total``, as it is exposed."""
+    """A metric family. A counter's name ends in ``_total``, as it is exposed."""
 
     name: str
     type: MetricType
@@ -53,7 +53,7 @@ GRAD_UNDERFLOW_RATIO: Final = Metric(
 ABSORBED_RATIO: Final = Metric(
     "kubelora_accumulation_absorbed_ratio",
     "gauge",
-    "Share of gradient mass that vanishes when a micro-batch is added in the accumulator's dtype.",
+    "Share of gradient mass that is lost when a micro-batch is added in the accumulator's dtype.",
     ("group",),
 )
 UPDATE_LOST_RATIO: Final = Metric(
@@ -80,28 +80,29 @@ OPTIMIZER_STUCK_RATIO: Final = Metric(
     "kubelora_optimizer_stuck_ratio",
     "gauge",
     "Share of the second moments that kept their value in the last step although the squared "
-    "gradient is another; of adamw8bit, share that is off by more than 4 times. NaN for lion, "
-    "which has none, and adafactor, which has them by rows and columns alone.",
+    "gradient differs; for adamw8bit, share that is wrong by a factor of more than 4. NaN for "
+    "lion, "
+    "which has none, and adafactor, which only has them by row and column.",
     ("group",),
 )
 ADAM_EPS_DAMPING_RATIO: Final = Metric(
     "kubelora_adam_eps_damping_ratio",
     "gauge",
     "Mean of sqrt(v) / (sqrt(v) + eps) over the bias-corrected second moments that are not 0: 1 is "
-    "undamped. NaN for lion, which has none, and adafactor, whose eps is of another kind.",
+    "undamped. NaN for lion, which has none, and adafactor, whose eps has another meaning.",
     ("group",),
 )
 LORA_BALANCE: Final = Metric(
     "kubelora_lora_balance",
     "gauge",
     "How far the gradients of lora_A and lora_B contradict each other, pooled over a block's "
-    "pairs: 0 where the chain rule holds. Shown for both factors of the block.",
+    "pairs: 0 if the chain rule holds. Reported for both factors of the block.",
     ("group",),
 )
 CLIPPED_NORM: Final = Metric(
     "kubelora_clipped_grad_norm",
     "gauge",
-    "L2 norm of the gradient that the optimizer got in the last step, after clipping.",
+    "L2 norm of the gradient passed to the optimizer in the last step, after clipping.",
 )
 BACKWARD_PASSES: Final = Metric(
     "kubelora_backward_passes",
@@ -112,16 +113,16 @@ BACKWARD_PASSES: Final = Metric(
 MICRO_STEPS: Final = Metric(
     "kubelora_micro_steps", "gauge", "Micro-batches of the last accumulation window."
 )
-DEAD_MODULES: Final = Metric(
+DEAD_MODULE_COUNT: Final = Metric(
     "kubelora_dead_modules",
     "gauge",
-    "Adapter modules of which a factor's gradient has been exactly zero for 10 steps in a row.",
+    "Adapter modules with a factor whose gradient has been exactly zero for 10 consecutive steps.",
 )
-WORKING_COPY_STALE: Final = Metric(
+WORKING_COPY_STALE_RATIO: Final = Metric(
     "kubelora_working_copy_stale_ratio",
     "gauge",
-    "Share of the weights that the model computes with which are not their master weights, "
-    "rounded, after the last step.",
+    "Share of the weights used by the model that differ from their rounded master weights after "
+    "the last step.",
 )
 RANK_DIVERGENCE: Final = Metric(
     "kubelora_rank_divergence",
@@ -129,12 +130,12 @@ RANK_DIVERGENCE: Final = Metric(
     "Largest minus smallest parameter checksum over the ranks. NaN for a single rank.",
 )
 HOST_MEMORY_PEAK: Final = Metric(
-    "kubelora_host_memory_peak_bytes", "gauge", "Most resident memory of the process so far."
+    "kubelora_host_memory_peak_bytes", "gauge", "Peak resident memory of the process so far."
 )
 DEVICE_MEMORY_PEAK: Final = Metric(
     "kubelora_device_memory_peak_bytes",
     "gauge",
-    "Most memory of the accelerator allocated by tensors so far. NaN on a CPU.",
+    "Peak accelerator memory allocated by tensors so far. NaN on a CPU.",
 )
 LEARNING_RATE: Final = Metric(
     "kubelora_learning_rate", "gauge", "Learning rate of the last optimizer step."
@@ -143,19 +144,19 @@ LOSS: Final = Metric("kubelora_loss", "gauge", "Mean loss of the last optimizer 
 CATEGORY_LOSS: Final = Metric(
     "kubelora_category_loss",
     "gauge",
-    "Mean loss of a category's samples in the last optimizer step that saw any: at most 16 "
-    "categories, the smallest pooled as other.",
+    "Mean loss of a category's samples in the last optimizer step that contained any: at most 16 "
+    "categories, the smallest ones combined as other.",
     ("category",),
 )
 LOSS_SCALE: Final = Metric(
     "kubelora_loss_scale",
     "gauge",
-    "What the loss was multiplied by in the last optimizer step. NaN unless compute is fp16.",
+    "Loss scale of the last optimizer step. NaN unless compute is fp16.",
 )
 STEPS_SKIPPED: Final = Metric(
     "kubelora_steps_skipped_total",
     "counter",
-    "Optimizer steps that moved nothing because the loss scale was too large for fp16.",
+    "Optimizer steps skipped because the loss scale was too large for fp16.",
 )
 STEP: Final = Metric("kubelora_step", "gauge", "Optimizer steps done.")
 STEPS_PLANNED: Final = Metric("kubelora_steps_planned", "gauge", "Optimizer steps planned.")
@@ -171,7 +172,7 @@ CHECKPOINT_TIME: Final = Metric(
 NUMERICS_INFO: Final = Metric(
     "kubelora_numerics_info",
     "gauge",
-    "1, with the run's dtypes as labels.",
+    "Always 1, with the run's dtypes as labels.",
     ("compute", "accumulator", "master_weights"),
 )
 HEALTH_FINDING: Final = Metric(
@@ -183,7 +184,7 @@ HEALTH_FINDING: Final = Metric(
 TRACKERS_FAILED: Final = Metric(
     "kubelora_trackers_failed",
     "gauge",
-    "Experiment trackers of spec.tracking that failed in this attempt and are left out since.",
+    "Experiment trackers of spec.tracking that failed in this attempt and are no longer used.",
 )
 
 TRAINER_METRICS: Final = (
@@ -202,8 +203,8 @@ TRAINER_METRICS: Final = (
     CLIPPED_NORM,
     BACKWARD_PASSES,
     MICRO_STEPS,
-    DEAD_MODULES,
-    WORKING_COPY_STALE,
+    DEAD_MODULE_COUNT,
+    WORKING_COPY_STALE_RATIO,
     RANK_DIVERGENCE,
     HOST_MEMORY_PEAK,
     DEVICE_MEMORY_PEAK,
@@ -234,7 +235,7 @@ OPERATOR_RECONCILE_DURATION: Final = Metric(
     "Wall time of one reconciliation, in seconds.",
 )
 OPERATOR_QUEUE_DEPTH: Final = Metric(
-    "kubelora_operator_queue_depth", "gauge", "Jobs that wait for a reconciliation."
+    "kubelora_operator_queue_depth", "gauge", "Jobs waiting for a reconciliation."
 )
 OPERATOR_IS_LEADER: Final = Metric(
     "kubelora_operator_is_leader", "gauge", "1 on the replica that holds the Lease."
@@ -242,7 +243,7 @@ OPERATOR_IS_LEADER: Final = Metric(
 OPERATOR_API_ERRORS: Final = Metric(
     "kubelora_operator_api_errors_total",
     "counter",
-    "Failed requests to the API server by HTTP status code, 0 for no answer.",
+    "Failed requests to the API server by HTTP status code, 0 for no response.",
     ("code",),
 )
 JOBS: Final = Metric(
@@ -251,13 +252,13 @@ JOBS: Final = Metric(
 JOB_STEP: Final = Metric(
     "kubelora_job_last_step",
     "gauge",
-    "Optimizer steps a job had done when it was last heard of.",
+    "Optimizer steps of a job at its last report.",
     ("namespace", "name"),
 )
 JOB_FAILED: Final = Metric(
     "kubelora_job_failed",
     "gauge",
-    "1 for a job that has failed for good, with the reason.",
+    "1 for a job that has failed and is not retried, with the reason.",
     ("namespace", "name", "reason"),
 )
 

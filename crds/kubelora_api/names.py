@@ -1,6 +1,6 @@
-"""Names both sides share: the API's identity, labels, environment, paths, exit codes.
+"""Names shared by operator and trainer: API group, labels, environment, paths, exit codes.
 
-A name that is written in two rooms drifts; here each is written once.
+A name that is written twice diverges; here each is written once.
 """
 
 from enum import IntEnum, StrEnum
@@ -33,14 +33,14 @@ METRICS_PORT_NAME: Final = "metrics"
 METRICS_PORT: Final = 9464
 RENDEZVOUS_PORT_NAME: Final = "rendezvous"
 RENDEZVOUS_PORT: Final = 29400
-"""Where node 0 keeps the ranks' meeting place, when there are several nodes."""
+"""Port of the rendezvous store on node 0, when there are several nodes."""
 
 ENV_ATTEMPT: Final = "KUBELORA_ATTEMPT"
 ENV_COMPLETION_INDEX: Final = "JOB_COMPLETION_INDEX"
 ENV_MASTER_ADDR: Final = "MASTER_ADDR"
 ENV_MASTER_PORT: Final = "MASTER_PORT"
 ENV_TERMINATION_LOG: Final = "KUBELORA_TERMINATION_LOG"
-"""File that takes the final report (set in pods alone)."""
+"""File for the final report (only set in pods)."""
 RESERVED_ENV_PREFIX: Final = "KUBELORA_"
 
 JOB_DIRECTORY: Final = "/kubelora/job"
@@ -52,25 +52,25 @@ TERMINATION_MESSAGE_MAX_BYTES: Final = 4096
 
 
 class ExitCode(IntEnum):
-    """What a training process tells by the way it ends."""
+    """Exit codes of a training process."""
 
     DONE = 0
     INTERNAL = 1
-    """Not foreseen. The operator counts it against ``restartPolicy.maxRestarts``."""
+    """Unexpected error. The operator counts it against ``restartPolicy.maxRestarts``."""
     CONFIGURATION = 2
-    """The job file, the model, the data or the place for output is wrong. Never retried."""
+    """The job file, the model, the data or the output location is invalid. Never retried."""
     NUMERICAL = 3
-    """The start-up contract broke, a gradient is not finite, or the health policy said Fail."""
+    """A start-up check failed, a gradient is not finite, or the health policy is Fail."""
     PEER_LOST = 4
-    """Another rank went away; the cause is in that rank's report."""
+    """Another rank was lost; the cause is in that rank's report."""
     HELD = 5
-    """The health policy said Suspend. A checkpoint is saved, and the run waits for its user."""
+    """The health policy is Suspend. A checkpoint is saved, and the run waits for its user."""
     INTERRUPTED = 75
-    """Stopped on request after a checkpoint was saved. Costs no restart."""
+    """Stopped on request after a checkpoint was saved. Does not count as a restart."""
 
 
 class OutputPath(StrEnum):
-    """Places in the output folder, relative to it."""
+    """Paths relative to the output directory."""
 
     ADAPTER = "adapter"
     DIFFUSERS_WEIGHTS = "adapter/pytorch_lora_weights.safetensors"
@@ -88,5 +88,5 @@ class OutputPath(StrEnum):
 
 
 def kohya_weights(job_name: str) -> str:
-    """Place of the adapter in kohya's format, relative to the output folder."""
+    """Return the path of the adapter in kohya's format, relative to the output directory."""
     return f"{OutputPath.ADAPTER}/{job_name}.safetensors"

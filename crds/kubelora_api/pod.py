@@ -1,7 +1,7 @@
-"""``spec.podTemplate``: what a user may say about the pods, and what a platform team must refuse.
+"""``spec.podTemplate``: the pod fields that a user may set, without those that weaken security.
 
-Fields keep the names and meanings of a Kubernetes pod. Parts that the API server validates anyway
-when the operator creates the child Job (affinity, probes of volumes) pass through unchanged.
+Fields have the names and meanings of a Kubernetes pod. Parts that the API server validates anyway
+when the operator creates the child Job (such as affinity) are passed through unchanged.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -19,19 +19,19 @@ SetByOperator = ("JOB_COMPLETION_INDEX", "MASTER_ADDR", "MASTER_PORT")
 
 
 class EnvVar(ApiModel):
-    """An environment variable of the trainer."""
+    """An environment variable of the trainer container."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     value: Annotated[str, Field(max_length=32768)] | None = Field(None, description="Plain value.")
     value_from: JsonObject | None = Field(
-        None, description="A secretKeyRef, configMapKeyRef or fieldRef."
+        None, description="Source of the value: a secretKeyRef, configMapKeyRef or fieldRef."
     )
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel=f"!self.name.startsWith('{RESERVED_ENV_PREFIX}') && !(self.name in "
             f"[{', '.join(repr(n) for n in SetByOperator)}])",
             message=f"names that start with {RESERVED_ENV_PREFIX}, and "
-            f"{', '.join(SetByOperator)}, are set by the operator",
+            f"{', '.join(SetByOperator)}, are set by the operator: choose another name",
             check=lambda e: (
                 not e.name.startswith(RESERVED_ENV_PREFIX) and e.name not in SetByOperator
             ),
@@ -45,12 +45,12 @@ class Resources(ApiModel):
 
     requests: QuantityMap = Field(default_factory=dict)
     limits: QuantityMap = Field(
-        default_factory=dict, description="nvidia.com/gpu follows workers.gpusPerNode."
+        default_factory=dict, description="Limits; nvidia.com/gpu is set from workers.gpusPerNode."
     )
 
 
 class Volume(ApiModel):
-    """A volume of the pod, of one of these kinds. Claims named in URIs are mounted anyway."""
+    """A volume of the pod. Claims named in URIs are mounted without one."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
     persistent_volume_claim: JsonObject | None = None
@@ -61,21 +61,22 @@ class Volume(ApiModel):
     csi: JsonObject | None = None
     nfs: JsonObject | None = None
     host_path: JsonObject | None = Field(
-        None, description="Refused: it would reach into the node's file system."
+        None, description="Not allowed because it would expose the node's file system."
     )
     projected: JsonObject | None = Field(
-        None, description="Refused: it could carry a service account token."
+        None, description="Not allowed because it could contain a service account token."
     )
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="!has(self.hostPath)",
-            message="hostPath volumes are refused: use a claim",
+            message="hostPath volumes are not allowed: use a persistentVolumeClaim",
             check=lambda v: v.host_path is None,
             at="hostPath",
         ),
         Rule(
             cel="!has(self.projected)",
-            message="projected volumes are refused: training pods hold no API token",
+            message="projected volumes are not allowed because training pods must not have an "
+            "API token",
             check=lambda v: v.projected is None,
             at="projected",
         ),
@@ -83,7 +84,7 @@ class Volume(ApiModel):
 
 
 class VolumeMount(ApiModel):
-    """Where a volume appears in the trainer container."""
+    """A mount of a volume in the trainer container."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
     mount_path: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -92,7 +93,7 @@ class VolumeMount(ApiModel):
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="self.mountPath != '/kubelora' && !self.mountPath.startsWith('/kubelora/')",
-            message="/kubelora is the operator's: mount elsewhere",
+            message="/kubelora is reserved for the operator: use another mountPath",
             check=lambda m: (
                 m.mount_path != "/kubelora" and not m.mount_path.startswith("/kubelora/")
             ),
@@ -102,16 +103,16 @@ class VolumeMount(ApiModel):
 
 
 class SecurityContext(ApiModel):
-    """User and group ids of the pod. The rest of the security context is restricted and fixed."""
+    """User and group IDs of the pod. The rest of its security context is restricted and fixed."""
 
     run_as_user: Annotated[int, Field(ge=1, le=2**31 - 1)] = Field(
-        10001, description="User id, not root. Default 10001."
+        10001, description="User ID, which can't be root. Default 10001."
     )
     run_as_group: Annotated[int, Field(ge=1, le=2**31 - 1)] = Field(
-        10001, description="Group id. Default 10001."
+        10001, description="Group ID. Default 10001."
     )
     fs_group: Annotated[int, Field(ge=1, le=2**31 - 1)] = Field(
-        10001, description="Group that owns mounted claims. Default 10001."
+        10001, description="Group ID that owns mounted volumes. Default 10001."
     )
     supplemental_groups: Annotated[
         list[Annotated[int, Field(ge=1, le=2**31 - 1)]], Field(max_length=32), LIST_ATOMIC
@@ -125,16 +126,17 @@ class LocalObjectReference(ApiModel):
 
 
 class PodTemplate(ApiModel):
-    """Where and with what the training pods run."""
+    """Image, environment, resources and scheduling of the training pods."""
 
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
-        None, description="Trainer image. Default: the one the operator was installed with."
+        None, description="Trainer image. Default: the image configured for the operator."
     )
     env: Annotated[list[EnvVar], Field(max_length=128), list_map("name")] = Field(
         default_factory=list
     )
     env_from: Annotated[list[JsonObject], Field(max_length=32), LIST_ATOMIC] = Field(
-        default_factory=list, description="Secrets and ConfigMaps whose keys become variables."
+        default_factory=list,
+        description="Secrets and ConfigMaps whose keys become environment variables.",
     )
     resources: Resources | None = None
     node_selector: Annotated[StringMap, MAP_ATOMIC] = Field(default_factory=dict)
@@ -146,23 +148,25 @@ class PodTemplate(ApiModel):
         Field(default_factory=list)
     )
     volumes: Annotated[list[Volume], Field(max_length=32), list_map("name")] = Field(
-        default_factory=list, description="hostPath and projected volumes are refused."
+        default_factory=list,
+        description="Additional volumes. hostPath and projected volumes are not allowed.",
     )
     volume_mounts: Annotated[list[VolumeMount], Field(max_length=32), list_map("mountPath")] = (
         Field(default_factory=list)
     )
     shared_memory_size: Annotated[str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi)$", max_length=16)] = Field(
-        "1Gi", description="Size of /dev/shm, memory of the pod. Default 1Gi."
+        "1Gi", description="Size of /dev/shm, which counts as memory of the pod. Default 1Gi."
     )
     priority_class_name: Name | None = None
     runtime_class_name: Name | None = None
     service_account_name: Name | None = Field(
-        None, description="Default: default. Its token is not mounted."
+        None, description="Service account of the pods; its token is not mounted. Default: default."
     )
     security_context: SecurityContext = Field(default_factory=SecurityContext)
     termination_grace_period_seconds: Annotated[int, Field(ge=120, le=86400)] = Field(
         120,
-        description="Seconds a pod has to save its checkpoint. Default 120, at least 120.",
+        description="Seconds for a pod to save its checkpoint when it is terminated. Default 120, "
+        "120 to 86400.",
     )
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
         "IfNotPresent", description="Always, IfNotPresent (default) or Never."
@@ -175,7 +179,7 @@ class PodTemplate(ApiModel):
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="!has(self.labels) || self.labels.all(k, !k.matches('^(.*[.])?kubelora[.]dev/'))",
-            message="labels under kubelora.dev/ are set by the operator",
+            message="labels under kubelora.dev/ are set by the operator: choose another prefix",
             check=lambda p: (
                 not any(k.split("/")[0].endswith("kubelora.dev") for k in p.labels if "/" in k)
             ),

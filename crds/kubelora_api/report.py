@@ -1,8 +1,8 @@
-"""What a training pod says of itself, and the operator reads.
+"""Reports of a training pod that the operator reads.
 
-``RunReport`` is the body of ``GET /status`` on the metrics port; ``FinalReport`` is the last word,
-left in the container's termination message (4,096 bytes at most). Both are best effort: no
-decision hangs on them, exit codes decide.
+``RunReport`` is the body of ``GET /status`` on the metrics port; ``FinalReport`` is written to the
+container's termination message (at most 4,096 bytes). Both are best effort: no decision depends on
+them, exit codes decide.
 """
 
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ RunPhase = Literal["Starting", "Training", "Exporting", "Done", "Stopping", "Fai
 
 
 class ModuleNumbers(StatusModel):
-    """One adapter module in the list of the worst."""
+    """An adapter module in the list of the worst modules."""
 
     module: str
     metric: str
@@ -24,9 +24,9 @@ class ModuleNumbers(StatusModel):
 
 
 class RunReport(StatusModel):
-    """Where a run is now. Measured numbers have four significant digits.
+    """The current state of a run. Measured numbers have four significant digits.
 
-    category_loss: mean loss by category, of the last step that saw one of its samples.
+    category_loss: Mean loss by category, from the last step with one of its samples.
     """
 
     run_id: str
@@ -48,13 +48,13 @@ class RunReport(StatusModel):
 
 
 class FinalReport(StatusModel):
-    """How a run ended."""
+    """The outcome of a run."""
 
     run_id: str
     attempt: int
     exit_code: int
     message: str
-    """One sentence: what happened and, where something is to be done, what."""
+    """One sentence: what happened and, if the user must act, what to do."""
     step: int = 0
     total_steps: int = 0
     loss: float | None = None
@@ -64,7 +64,10 @@ class FinalReport(StatusModel):
     manifest_sha256: str | None = None
 
     def to_termination_message(self) -> bytes:
-        """JSON of at most 4,096 bytes: findings go first, then the sentence is cut."""
+        """Return JSON of at most 4,096 bytes: findings are dropped first, then the message is cut.
+
+        The limit is that of the kubelet, which truncates longer messages to invalid JSON.
+        """
         report = self
         for trimmed in (
             report,

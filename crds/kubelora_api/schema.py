@@ -1,8 +1,8 @@
-"""The base of every API type, and rules that are judged alike by CEL and by Python.
+"""The base class of every API type, and validation rules that exist in CEL and in Python.
 
-A rule stands once, next to the field it guards: its CEL text goes into the CRD, its predicate runs
-in `kubelora validate`, its message is the same in both. Types are strict, for the API server does
-not turn "64" into 64 either.
+A rule is written once, next to its field: its CEL expression goes into the CRD, its predicate runs
+in `kubelora validate`, and its message is the same in both. Types are strict because the API server
+does not convert "64" to 64 either.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 
 JsonObject = dict[str, Any]
-"""A Kubernetes object whose own schema the API server knows better than we do."""
+"""A Kubernetes object whose schema is left to the API server."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One validation rule.
+    """A validation rule.
 
-    cel: expression over ``self``; true where the value is right.
-    message: a sentence for the person who must act.
-    check: the same predicate in Python, over the value with its defaults filled in.
+    cel: Expression over ``self``; true if the value is valid.
+    message: Sentence for the person who must act.
+    check: The same predicate in Python, over the value with its defaults set.
     at: camelCase name of the field below ``self`` that the message is about, or empty.
-    local: predicate used instead of ``check`` for files that run on this machine.
+    local: Predicate used instead of ``check`` for a job that runs on this machine.
     """
 
     cel: str
@@ -39,13 +39,13 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class Kube:
-    """Structural-schema extras of a field, as ``x-kubernetes-*`` and plain keys."""
+    """Additional keys of a field's structural schema, such as ``x-kubernetes-*``."""
 
     extras: Mapping[str, object] = field(default_factory=dict)
 
 
 class ApiModel(BaseModel):
-    """A group of fields of the API: camelCase outside, unknown fields refused, immutable."""
+    """An object of the API: camelCase in documents, no unknown fields, immutable."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -57,7 +57,7 @@ class ApiModel(BaseModel):
     RULES: ClassVar[tuple[Rule, ...]] = ()
 
     def document(self) -> JsonObject:
-        """As a JSON object with camelCase keys; what was not set and has no default is left out."""
+        """Return a JSON object with camelCase keys, without fields that are None."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
@@ -66,14 +66,14 @@ MAP_ATOMIC = Kube({"x-kubernetes-map-type": "atomic"})
 
 
 def list_map(*keys: str) -> Kube:
-    """A list whose items are told apart by ``keys``, so that server-side apply can merge it."""
+    """Declare a list whose items are identified by ``keys``, for server-side apply to merge."""
     return Kube({"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys)})
 
 
 def unwrap(
     annotation: object, metadata: tuple[object, ...] = ()
 ) -> tuple[object, tuple[object, ...]]:
-    """The bare type and all metadata of ``Annotated[…] | None`` and the like."""
+    """Return the bare type and all metadata of ``Annotated[…] | None`` and the like."""
     if get_origin(annotation) is Annotated:
         return unwrap(get_args(annotation)[0], metadata + tuple(annotation.__metadata__))  # type: ignore[attr-defined]
     arguments = [a for a in get_args(annotation) if a is not type(None)]
@@ -83,7 +83,7 @@ def unwrap(
 
 
 def flatten(metadata: tuple[object, ...]) -> tuple[object, ...]:
-    """Metadata with what a ``Field(...)`` inside ``Annotated`` carries laid out flat."""
+    """Replace each ``Field(...)`` inside ``Annotated`` with the metadata that it holds."""
     flat: list[object] = []
     for item in metadata:
         flat.extend(item.metadata if isinstance(item, FieldInfo) else [item])
@@ -91,5 +91,5 @@ def flatten(metadata: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def metadata_of(info: FieldInfo) -> tuple[object, ...]:
-    """Constraints, rules and extras of a field, wherever in its annotation they stand."""
+    """Return the constraints, rules and extras of a field from anywhere in its annotation."""
     return flatten(tuple(info.metadata) + unwrap(info.annotation)[1])

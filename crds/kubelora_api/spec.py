@@ -264,7 +264,7 @@ class RestartPolicy(ApiModel):
 
 
 def _ranks(spec: "JobSpec") -> int:
-    """Processes that train together: one per GPU, at least one a node."""
+    """Return the number of ranks: one per GPU, at least one per node."""
     return spec.workers.nodes * max(1, spec.workers.gpus_per_node)
 
 

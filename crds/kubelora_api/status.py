@@ -1,7 +1,7 @@
-"""What the operator tells: the ``status`` of a LoraTrainingJob.
+"""The ``status`` of a LoraTrainingJob, written by the operator.
 
-Every field is optional, for a status is written bit by bit; what a person reads in a column is a
-string of its own, for a time in the future prints as ``<invalid>`` in kubectl.
+Every field is optional because a status is filled in over time. The printed time left is a string
+because kubectl prints a time in the future as ``<invalid>``.
 """
 
 from typing import Annotated, Literal
@@ -18,7 +18,7 @@ Verdict = Literal["Healthy", "Warning", "Critical", "Unknown"]
 
 
 class StatusModel(ApiModel):
-    """Status is read back from a server that may be newer: unknown fields are ignored."""
+    """The base class of status objects; ignores unknown fields, which a newer version may write."""
 
     model_config = ConfigDict(
         extra="ignore",
@@ -41,27 +41,27 @@ class Condition(StatusModel):
 
 
 class Progress(StatusModel):
-    """How far training is, as the pods last told."""
+    """Progress of the training, as last reported by the pods."""
 
     step: int | None = Field(None, description="Optimizer steps done.")
     total_steps: int | None = Field(None, description="Optimizer steps planned.")
-    percent: str | None = Field(None, description="Share done, such as 42%.")
-    samples_per_second: float | None = Field(None, description="Images per second, all GPUs.")
+    percent: str | None = Field(None, description="Percentage of the steps done, such as 42%.")
+    samples_per_second: float | None = Field(None, description="Images per second over all GPUs.")
     eta: str | None = Field(None, description="Time left, such as 1h20m.")
     estimated_completion_time: Time | None = None
     loss: float | None = Field(None, description="Mean loss of the last optimizer step.")
-    last_report_time: Time | None = Field(None, description="When a pod last answered.")
+    last_report_time: Time | None = Field(None, description="Time of the last report of a pod.")
 
 
 class Finding(StatusModel):
-    """Something the numerics telemetry found."""
+    """A numerical problem found by the watchdog."""
 
     name: Annotated[str, Field(max_length=64)]
     severity: Severity
     group: Annotated[str, Field(max_length=64)] | None = None
-    value: float | None = Field(None, description="What was measured.")
-    threshold: float | None = Field(None, description="What it is compared with.")
-    since_step: int | None = Field(None, description="First optimizer step that showed it.")
+    value: float | None = Field(None, description="Measured value.")
+    threshold: float | None = Field(None, description="Limit that the value is compared with.")
+    since_step: int | None = Field(None, description="First optimizer step with this finding.")
     message: Annotated[str, Field(max_length=1024)]
 
 
@@ -82,7 +82,7 @@ class CheckpointStatus(StatusModel):
 
 
 class Artifact(StatusModel):
-    """A file that the job made."""
+    """A file written by the job."""
 
     uri: Annotated[str, Field(max_length=1024)]
     sha256: Annotated[str, Field(max_length=64)]
@@ -90,21 +90,23 @@ class Artifact(StatusModel):
 
 
 class JobStatus(StatusModel):
-    """What is known about the job."""
+    """Observed state of the job."""
 
     observed_generation: int | None = None
-    state: str | None = Field(None, description="One word for the STATE column.")
+    state: str | None = Field(
+        None, description="Summary of the conditions, shown in the STATE column."
+    )
     conditions: Annotated[list[Condition], Field(max_length=16), list_map("type")] = Field(
         default_factory=list,
-        description="Accepted, Queued, Running, Suspended, Restarting, Complete, Failed, "
-        "NumericallyHealthy.",
+        description="Conditions of the types Accepted, Queued, Running, Suspended, Restarting, "
+        "Complete, Failed and NumericallyHealthy.",
     )
-    attempt: int = Field(0, description="Number of the current attempt; 0 before the first.")
-    child_uid: str | None = Field(None, description="uid of the attempt's batch/v1 Job.")
+    attempt: int = Field(0, description="Number of the current attempt, 0 before the first one.")
+    child_uid: str | None = Field(None, description="UID of the attempt's batch/v1 Job.")
     restarts: int = Field(0, description="Restarts counted against restartPolicy.maxRestarts.")
     start_time: Time | None = None
     completion_time: Time | None = None
-    active_seconds: int | None = Field(None, description="Seconds of running, all attempts.")
+    active_seconds: int | None = Field(None, description="Seconds of running over all attempts.")
     progress: Progress | None = None
     health: HealthStatus | None = None
     checkpoint: CheckpointStatus | None = None

@@ -1,18 +1,18 @@
-"""What a misspelt name was probably meant to be, said in one way wherever a user names something.
+"""Suggestions for misspelled names, worded the same wherever a user enters a name.
 
-Knows nothing of fields, files or modules: the caller says which names there are.
+Independent of fields, files and modules: the caller passes the known names.
 """
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 _CLOSE = 0.6
-"""difflib's own limit: two names in which six letters of ten agree."""
+"""difflib's default cutoff: six of ten letters agree."""
 SHOWN = 24
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like ``name``, whatever its case and its word breaks, or None."""
+    """Return the known name most similar to ``name``, ignoring case, ``_`` and ``-``, or None."""
     by_letters: dict[str, str] = {}
     for one in known:
         by_letters.setdefault(_letters(one), one)
@@ -21,19 +21,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'rank'?``, or nothing where no name is like it."""
+    """Return ``; did you mean 'rank'?``, or nothing if no name is similar."""
     close = nearest(name, known)
     return f"; did you mean {close!r}?" if close else ""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'rank'?``, or, where no name is like it, which names there are."""
+    """Return ``; did you mean 'rank'?``, or the known names if none is similar."""
     names = list(known)
     return did_you_mean(name, names) or (f"; known here: {listed(names)}" if names else "")
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names with commas, the first 24 of them."""
+    """Join the first 24 names with commas."""
     every = list(names)
     more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
     return ", ".join(every[:SHOWN]) + more

@@ -45,7 +45,7 @@ class Threshold:
     everywhere: bool = False
 
     def limit_for(self, compute: str) -> float:
-        """The limit of a run whose passes compute in this type."""
+        """Return the limit for a run with this compute type."""
         return self.limits.get(compute, self.limit)
 
     @property
@@ -205,7 +205,7 @@ GRADIENT_UNDERFLOW: Final = Threshold(
 DEAD_MODULES: Final = Threshold(
     finding="DeadModules",
     severity="critical",
-    metric=metrics.DEAD_MODULES,
+    metric=metrics.DEAD_MODULE_COUNT,
     op=">",
     limit=0.0,
     window=3,
@@ -306,7 +306,7 @@ CLIPPING_WRONG: Final = Threshold(
 WORKING_COPY_STALE: Final = Threshold(
     finding="WorkingCopyStale",
     severity="critical",
-    metric=metrics.WORKING_COPY_STALE,
+    metric=metrics.WORKING_COPY_STALE_RATIO,
     op=">",
     limit=0.0,
     window=1,

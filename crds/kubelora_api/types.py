@@ -1,4 +1,4 @@
-"""Values that several groups of a spec are made of: places, patterns, ranks."""
+"""Types used by several groups of a spec: URIs, patterns, ranks."""
 
 import re
 from typing import Annotated, Literal
@@ -6,8 +6,15 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, TypeAdapter
 from pydantic_core import SchemaError
 
-from kubelora_api import uri as places
 from kubelora_api.schema import Rule
+from kubelora_api.uri import (
+    CLUSTER_SCHEMES,
+    REPOSITORY,
+    forms_of,
+    has_parent_step,
+    is_local,
+    pattern_of,
+)
 
 FloatType = Literal["bf16", "fp32"]
 TextEncoder = Literal["text_encoder", "text_encoder_2"]
@@ -15,17 +22,17 @@ ComputeType = Literal["bf16", "fp16", "fp32"]
 
 
 def _place_rule(schemes: tuple[str, ...], *, local: bool = True) -> Rule:
-    """local: whether `kubelora train` takes a path of its own machine too."""
-    pattern = places.pattern_of(schemes)
+    """Build the rule for a URI. ``local``: whether `kubelora train` also accepts local paths."""
+    pattern = pattern_of(schemes)
 
     def on_cluster(uri: str) -> bool:
-        return bool(re.search(pattern, uri)) and not places.has_parent_step(uri)
+        return bool(re.search(pattern, uri)) and not has_parent_step(uri)
 
     return Rule(
         cel=f"self.matches({_cel_string(pattern)}) && !self.matches({_cel_string(_PARENT_STEP)})",
-        message=f"unknown place: use {places.forms_of(schemes)}, without '..'",
+        message=f"not a supported URI: use {forms_of(schemes)}, without '..'",
         check=on_cluster,
-        local=lambda uri: (local and places.is_local(uri)) or on_cluster(uri),
+        local=lambda uri: (local and is_local(uri)) or on_cluster(uri),
     )
 
 
@@ -37,9 +44,9 @@ def _cel_string(text: str) -> str:
 
 
 def _compiles(pattern: str) -> bool:
-    """Whether ``pattern`` is a regular expression for Python and for RE2.
+    """Return whether ``pattern`` is a regular expression for both Python and RE2.
 
-    The Rust engine inside pydantic has RE2's syntax (no look-around, no back-references).
+    The Rust engine in pydantic has RE2's syntax (no look-around, no back-references).
     """
     try:
         re.compile(pattern)
@@ -50,7 +57,7 @@ def _compiles(pattern: str) -> bool:
 
 
 def _every_one_compiles(what: str) -> Rule:
-    """For the items of a list, and the keys of a map."""
+    """Build the rule for the items of a list or the keys of a map."""
     return Rule(
         cel="self.all(p, ''.matches(p) || !''.matches(p))",
         message=f"every {what} must be a regular expression (RE2 syntax) over module names",
@@ -61,12 +68,10 @@ def _every_one_compiles(what: str) -> Rule:
 PatternKeys = _every_one_compiles("key")
 PatternItems = _every_one_compiles("item")
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
-InputPlace = Annotated[
-    str, Field(min_length=1, max_length=1024), _place_rule(places.CLUSTER_SCHEMES)
-]
+InputPlace = Annotated[str, Field(min_length=1, max_length=1024), _place_rule(CLUSTER_SCHEMES)]
 OutputPlace = Annotated[str, Field(min_length=1, max_length=1024), _place_rule(("pvc",))]
 PushPlace = Annotated[
-    str, Field(min_length=1, max_length=1024), _place_rule(("s3", places.REPOSITORY), local=False)
+    str, Field(min_length=1, max_length=1024), _place_rule(("s3", REPOSITORY), local=False)
 ]
 Prompt = Annotated[str, Field(max_length=2048)]
 Rank = Annotated[int, Field(ge=1, le=1024)]

@@ -1,7 +1,7 @@
-"""Places: where models, data and output live, as URIs.
+"""URIs of models, data and output.
 
-The same few schemes everywhere keep one job file valid on a cluster and on a laptop. This module
-only takes URIs apart; opening them is the trainer's duty, mounting claims the operator's.
+Using the same few schemes everywhere keeps one job file valid on a cluster and on a laptop. This
+module only parses URIs; the trainer opens them, and the operator mounts the claims.
 """
 
 import re
@@ -13,8 +13,8 @@ Scheme = Literal["hf", "pvc", "s3", "file"]
 CLUSTER_SCHEMES: tuple[Scheme, ...] = ("hf", "pvc", "s3")
 _REPOSITORY = r"hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
 _REVISION = r"(@[A-Za-z0-9._/-]+)?"
-REPOSITORY = "a whole repository"
-"""Where a path below the repository has no meaning: a push."""
+REPOSITORY = "repository"
+"""Key of the form without a path, for uploads to a repository."""
 PATTERNS: dict[str, str] = {
     "hf": _REPOSITORY + r"(/[A-Za-z0-9_][A-Za-z0-9._=+-]*)*" + _REVISION,
     REPOSITORY: _REPOSITORY + _REVISION,
@@ -33,7 +33,8 @@ FORMS: dict[str, str] = {
 class Place:
     """A parsed URI.
 
-    root: the repository, claim or bucket; empty for a local path. path: below it, or the local one.
+    root: The repository, claim or bucket; empty for a local path.
+    path: The path below the root, or the local path.
     """
 
     scheme: Scheme
@@ -43,7 +44,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As a URI: what messages call it."""
+        """The URI, as used in messages."""
         if self.scheme == "file":
             return self.path
         below = f"/{self.path}" if self.path else ""
@@ -52,36 +53,36 @@ class Place:
 
 
 def pattern_of(schemes: tuple[str, ...]) -> str:
-    """Anchored regular expression (RE2 and Python) that takes a URI of one of ``schemes``."""
+    """Return an anchored regular expression (RE2 and Python) for URIs of ``schemes``."""
     return "^(" + "|".join(PATTERNS[s] for s in schemes) + ")$"
 
 
 def forms_of(schemes: tuple[str, ...]) -> str:
-    """``a, b or c``: how a message names the schemes that are taken."""
+    """Return ``a, b or c``: the supported forms, for a message."""
     forms = [FORMS[s] for s in schemes]
     return forms[0] if len(forms) == 1 else ", ".join(forms[:-1]) + " or " + forms[-1]
 
 
 def is_local(uri: str) -> bool:
-    """Whether ``uri`` is a path of this machine: ``file://…`` or no scheme at all."""
+    """Return whether ``uri`` is a local path: ``file://…`` or without a scheme."""
     return uri.startswith("file://") or (bool(uri) and "://" not in uri)
 
 
 def has_parent_step(uri: str) -> bool:
-    """Whether a ``..`` in ``uri`` could leave the place that it names."""
+    """Return whether ``uri`` contains a ``..``, which could leave its root."""
     return ".." in uri.split("://", 1)[-1].split("/")
 
 
 def parse_place(uri: str) -> Place:
-    """Take ``uri`` apart.
+    """Parse a URI.
 
-    Raises ValueError, with a sentence, when it has no known form.
+    Raises ValueError, with a sentence, if it has no supported form.
     """
     if is_local(uri):
         return Place("file", "", uri.removeprefix("file://"))
     scheme, _, rest = uri.partition("://")
     if scheme not in PATTERNS or not re.fullmatch(PATTERNS[scheme], uri):
-        raise ValueError(f"{uri!r} is not a place: use {forms_of(CLUSTER_SCHEMES)}")
+        raise ValueError(f"{uri!r} is not a supported URI: use {forms_of(CLUSTER_SCHEMES)}")
     if scheme == "hf":
         whole, _, revision = rest.partition("@")
         organisation, name, *below = whole.split("/")

@@ -59,7 +59,7 @@ def test_every_problem_is_told_at_once() -> None:
     assert [str(p) for p in refused.value.problems] == [
         "spec.dataset.resolutoin: unknown field; did you mean 'resolution'?",
         "spec.adapter.rank: must be at least 1, found 0",
-        'spec.training.steps: must be a whole number, found "many"',
+        'spec.training.steps: must be an integer, found "many"',
     ]
 
 

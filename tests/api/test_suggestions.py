@@ -35,15 +35,15 @@ def test_where_nothing_is_like_it_the_names_that_there_are_are_told() -> None:
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("training.steps", "training is no field; did you mean 'spec.training.steps'?"),
-        ("steps", "steps is no field; did you mean 'spec.training.steps'?"),
+        ("training.steps", "training is not a field; did you mean 'spec.training.steps'?"),
+        ("steps", "steps is not a field; did you mean 'spec.training.steps'?"),
         ("spec.optimizer.name", "did you mean 'spec.training.optimizer.name'?"),
-        ("spec.trainin.stesp", "spec.trainin is no field; did you mean 'spec.training.steps'?"),
-        ("adapter.rnk", "adapter is no field; did you mean 'spec.adapter.rank'?"),
+        ("spec.trainin.stesp", "spec.trainin is not a field; did you mean 'spec.training.steps'?"),
+        ("adapter.rnk", "adapter is not a field; did you mean 'spec.adapter.rank'?"),
         ("apiVersoin", "did you mean 'apiVersion'?"),
         ("uri", "'spec.model.uri' or 'spec.dataset.uri' or 'spec.dataset.extraSources.uri'?"),
         ("spec.dataset.extraSources[0].ury", "did you mean 'spec.dataset.extraSources.uri'?"),
-        ("xyzzy", "xyzzy is no field; known here: apiVersion, kind, metadata, spec, status"),
+        ("xyzzy", "xyzzy is not a field; known here: apiVersion, kind, metadata, spec, status"),
     ],
 )
 def test_a_wrong_path_is_answered_with_a_whole_one(path: str, sentence: str) -> None:

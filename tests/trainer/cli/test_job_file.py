@@ -211,7 +211,7 @@ def test_a_setting_of_a_field_that_there_is_not_names_the_one_that_was_meant(job
     with pytest.raises(ConfigurationError) as refused:
         load_job(str(job), ["training.steps=5"])
     assert str(refused.value) == (
-        "--set training.steps=5: training is no field; did you mean 'spec.training.steps'?"
+        "--set training.steps=5: training is not a field; did you mean 'spec.training.steps'?"
     )
 
 

@@ -93,5 +93,5 @@ def test_a_place_on_the_hub_has_repository_path_and_revision(
 
 def test_no_path_leaves_its_repository() -> None:
     for uri in ("hf://org/repo/../other", "hf://org/repo/./x", "hf://org/repo//x", "hf://org"):
-        with pytest.raises(ValueError, match="is not a place"):
+        with pytest.raises(ValueError, match="is not a supported URI"):
             parse_place(uri)
