@@ -131,6 +131,11 @@ class Optimizer(ApiModel):
         _only_for("prodigy", "safeguardWarmup", "safeguard_warmup"),
     )
 
+    @property
+    def finds_rate(self) -> bool:
+        """Whether it finds one rate for all factors, which ``learningRate`` then multiplies."""
+        return self.name == "prodigy"
+
 
 class Average(ApiModel):
     """A moving average of the weights (EMA), smoother than the weights themselves."""
@@ -239,13 +244,13 @@ class Training(ApiModel):
             cel="self.optimizer.name != 'prodigy' || !has(self.learningRates) || "
             "size(self.learningRates) == 0",
             message="prodigy finds one rate for all factors: leave learningRates out",
-            check=lambda t: t.optimizer.name != "prodigy" or not t.learning_rates,
+            check=lambda t: not t.optimizer.finds_rate or not t.learning_rates,
             at="learningRates",
         ),
         Rule(
             cel="self.optimizer.name != 'prodigy' || self.loraPlusRatio == 1.0",
             message="prodigy finds one rate for all factors: leave loraPlusRatio out",
-            check=lambda t: t.optimizer.name != "prodigy" or t.lora_plus_ratio == 1,
+            check=lambda t: not t.optimizer.finds_rate or t.lora_plus_ratio == 1,
             at="loraPlusRatio",
         ),
     )
@@ -255,7 +260,7 @@ class Training(ApiModel):
         """The learning rate with the optimizer's own default filled in."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return 1.0 if self.optimizer.name == "prodigy" else 1e-4
+        return 1.0 if self.optimizer.finds_rate else 1e-4
 
 
 def _lossless(name: str) -> Rule:

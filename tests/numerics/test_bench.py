@@ -3,10 +3,12 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from kubelora_api.training_spec import OptimizerName
 from tests.numerics import injections
 from tests.numerics.__main__ import Verdict, _fault_row, judge_fault, judge_healthy
 from tests.numerics.bench import Injection, Observation, Seen
@@ -54,6 +56,12 @@ def test_a_fault_counts_when_its_own_finding_comes_in_time_and_nothing_absurd_be
     findings: Mapping[str, Seen], good: bool
 ) -> None:
     assert judge_fault(FAULT, seen(findings))[0] is good
+
+
+def test_every_optimizer_has_a_healthy_configuration() -> None:
+    specs = " ".join(str(healthy.configuration.spec) for healthy in HEALTHY)
+    missing = {name for name in get_args(OptimizerName) if f"'name': '{name}'" not in specs}
+    assert not missing
 
 
 def test_a_healthy_run_may_show_not_even_a_warning_and_must_reach_its_end() -> None:

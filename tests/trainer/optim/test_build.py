@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from kubelora_api.schema import JsonObject
 from kubelora_api.training_spec import Optimizer, OptimizerName, Training
 from kubelora_trainer.health.startup_checks import check_resumed
 from kubelora_trainer.optim.base import AdapterOptimizer
-from kubelora_trainer.optim.build import build_optimizer, rate_warning
+from kubelora_trainer.optim.build import build_optimizer
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
 from kubelora_trainer.optim.precision import PrecisionPlan
+from kubelora_trainer.optim.prodigy import rate_warning
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
 from kubelora_trainer.telemetry.step_metrics import GROUP_FIELDS, StepNumbers
 from kubelora_trainer.training.loop import MicroBatchOutput
@@ -24,7 +26,7 @@ from tests.trainer.fixtures.engine import Engine, Loss
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAN = PrecisionPlan(BF16, FP32, FP32)
-NAMES: tuple[OptimizerName, ...] = ("adamw", "adamw8bit", "adafactor", "prodigy", "lion")
+NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 FINITE, NOT_FINITE = torch.zeros(()), torch.ones(())
 SHAPES = {"down.a.lora_A": (4, 6), "down.a.lora_B": (6, 4), "up.b.lora_A": (64, 64)}
 Update = Callable[[Tensor, Sequence[Tensor]], Tensor]

@@ -130,7 +130,7 @@ def facts_of(
         total_steps=total_steps,
         dropout=dropout,
         factors=factors,
-        finds_rate=training.optimizer.name == "prodigy",
+        finds_rate=training.optimizer.finds_rate,
     )
 
 

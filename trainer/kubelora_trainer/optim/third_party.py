@@ -6,17 +6,22 @@ over factor by factor, and a step whose gradient must not be used is not begun. 
 host waits for the device once per optimizer step (the fused AdamW alone decides on the device).
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kubelora_api.schema import JsonObject
+from kubelora_api.training_spec import OptimizerName
 from kubelora_trainer.optim.bnb_8bit import EightBitMoment
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.moments import Damping, Elements
+from kubelora_trainer.utils.errors import ConfigurationError
 from kubelora_trainer.utils.stateful import check_like
 
 
@@ -185,3 +190,35 @@ class LibraryOptimizer:
                 if name in state and state[name].data_ptr() != view.data_ptr():
                     view.copy_(state[name])
                     state[name] = view
+
+
+def default_to(value: float | None, default: float) -> float:
+    """Return ``value``, or the optimizer's own ``default`` where the job leaves it out."""
+    return default if value is None else value
+
+
+def total_bytes(buffers: AdapterBuffers, of_shape: Callable[[tuple[int, ...]], int]) -> int:
+    """Return the memory of a state that takes ``of_shape`` bytes for a factor of that shape."""
+    return sum(of_shape(slot.shape) for slot in buffers.slots)
+
+
+def import_library(module: str, optimizer: OptimizerName) -> ModuleType:
+    """Import ``module``, without the advice on 4-bit models that bitsandbytes logs on import.
+
+    Raises ConfigurationError where that fails.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"training.optimizer.name {optimizer} needs {module.split('.')[0]}, which can't be "
+            f"imported ({error}): install kubelora with its trainer extra"
+        ) from error
+
+
+def allocate_bitsandbytes_state(library: torch.optim.Optimizer) -> None:
+    """Make bitsandbytes' state now and not in its first step, so that it can be seen and saved."""
+    for number, group in enumerate(library.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            library.init_state(group, parameter, number, index)  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.health.baseline import Baseline, load_baseline
 from kubelora_trainer.health.startup_checks import check_dtypes, check_fresh_adapter, check_resumed
 from kubelora_trainer.lora.dora import NO_KOHYA_FILE
-from kubelora_trainer.optim.build import rate_warning
 from kubelora_trainer.optim.precision import describe_memory, lossy_warnings
+from kubelora_trainer.optim.prodigy import rate_warning
 from kubelora_trainer.storage.output_dir import OutputFolder, installed_versions
 from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.storage.uris import resolve_input
