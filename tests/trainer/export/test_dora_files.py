@@ -204,8 +204,11 @@ def test_a_dora_starts_from_a_plain_lora_with_the_norms_of_its_weights(
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("plain job", "a plain LoRA has no place for: set adapter.dora to true"),
-        ("kohya", "is a DoRA in kohya's format, of which programs differ in what dora_scale means"),
+        ("plain job", "a plain LoRA cannot hold its magnitudes: set adapter.dora"),
+        (
+            "kohya",
+            "is a DoRA in kohya's format, and programs disagree on what its dora_scale means",
+        ),
         ("shape", r"has magnitudes of shape \(2,\) at .*, this model \(\d+,\)"),
         ("nan", "not finite"),
     ],
@@ -241,7 +244,7 @@ def test_a_run_trains_magnitudes_and_says_at_its_start_why_there_is_no_kohya_fil
     done = in_this_process(given)
     assert done.exit_code == 0, done.output
     began = done.output.index("step=1/")
-    assert "written in diffusers' format alone" in done.output[:began]
+    assert "written only in diffusers' format" in done.output[:began]
     assert "magnitudes fp32" in done.output[:began]
     assert [p.name for p in (tmp_path / "out" / "adapter").iterdir()] == [FILE]
     state = load_file(tmp_path / "out" / "adapter" / FILE)

@@ -13,7 +13,7 @@ from kubelora_api.spec import Adapter
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.export.verify_unet import probe
 from kubelora_trainer.lora.adapter import add_adapter, initial_down_projection
-from kubelora_trainer.lora.target_modules import meant_parts
+from kubelora_trainer.lora.target_modules import suggest_parts
 from kubelora_trainer.models.pipeline import load_unet
 from kubelora_trainer.utils.errors import ConfigurationError
 
@@ -213,4 +213,4 @@ def test_rank_stabilised_scale_is_alpha_over_the_root_of_each_modules_rank(
 )
 def test_words_of_a_pattern_that_no_name_has_are_answered(pattern: str, meant: str) -> None:
     names = ["mid_block.attn2.to_k", "down.0.attn2.to_k", "down.0.attn2.to_out.0"]
-    assert meant_parts(pattern, names) == meant
+    assert suggest_parts(pattern, names) == meant

@@ -22,7 +22,7 @@ from kubelora_trainer.lora.adapter import (
     add_adapter,
     initialised_modules,
 )
-from kubelora_trainer.lora.dora import as_readers_compute, channel_norms
+from kubelora_trainer.lora.dora import channel_norms, with_peft_dora
 from kubelora_trainer.models.pipeline import load_unet
 from kubelora_trainer.objective.lora_dropout import AdapterDropout
 from kubelora_trainer.optim.adamw import FlatAdamW
@@ -246,7 +246,7 @@ def test_other_weights_are_shown_with_their_magnitudes_and_taken_back_to_the_bit
     buffers = AdapterBuffers(factors_of(modules), DEFAULT)
     masters, working = buffers.masters.clone(), buffers.working.clone()
     other = torch.randn(buffers.numel, generator=torch.Generator().manual_seed(0))
-    with buffers.showing(other):
+    with buffers.using_weights(other):
         for slot in buffers.slots:
             shown = slot.of(other)
             wanted = shown if slot.factor.is_magnitude else shown.bfloat16()
@@ -298,7 +298,7 @@ def test_a_model_computes_as_its_readers_do_for_a_while_and_then_as_before() -> 
     magnitudes = layer.lora_magnitude_vector[ADAPTER_NAME]
     x = input_for(LAYERS[0]).bfloat16()
     before = model(x)
-    with as_readers_compute(model, ADAPTER_NAME):
+    with with_peft_dora(model, ADAPTER_NAME):
         theirs = layer.lora_magnitude_vector[ADAPTER_NAME]
         assert type(theirs) is DoraLinearLayer
         assert theirs.weight.dtype == BF16

@@ -129,13 +129,13 @@ def test_files_that_are_no_lora_for_this_model_are_a_sentence(
         sentence = "can't be read"
     elif fault == "half":
         del state[key]
-        sentence = f"lack one, such as {key}"
+        sentence = f"missing from one, such as {key}"
     elif fault == "dora":
         state[key.replace("lora_up.weight", "dora_scale")] = torch.ones(1)
         sentence = "is a DoRA"
     elif fault == "pickle":
         place = file.rename(file.with_suffix(".pt"))
-        sentence = "is pickled"
+        sentence = "is a pickle"
     elif fault == "none":
         file.unlink()
         place, sentence = file.parent, "holds no .safetensors file"
@@ -146,10 +146,10 @@ def test_files_that_are_no_lora_for_this_model_are_a_sentence(
         extra = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
         state[f"{extra}.lora_down.weight"] = torch.zeros(4, 32)
         state[f"{extra}.lora_up.weight"] = torch.zeros(128, 4)
-        sentence = f"such as {extra}: name text_encoder in adapter.textEncoders"
+        sentence = f"such as {extra}: add text_encoder to adapter.textEncoders"
     elif fault == "vector":
         state[key] = torch.zeros(3)
-        sentence = "is no pair of matrices or kernels"
+        sentence = "is not a pair of matrices"
     elif fault == "alphas":
         state[key.replace("lora_up.weight", "alpha")] = torch.zeros(2)
         sentence = "can't be read"
@@ -167,7 +167,7 @@ def test_files_that_are_no_lora_for_this_model_are_a_sentence(
     ("metadata", "sentence"),
     [
         ("{", "can't be read"),
-        ("[1]", "is no JSON object"),
+        ("[1]", "is not a JSON object"),
         ('{"unet.lora_alpha": "x"}', "can't be read"),
         ('{"unet.lora_alpha": [1]}', "can't be read"),
         ('{"unet.lora_alpha": 2, "unet.alpha_pattern": [1]}', "alpha_pattern .* no JSON object"),

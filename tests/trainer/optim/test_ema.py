@@ -63,7 +63,7 @@ def test_the_model_shows_other_weights_and_gets_its_own_back_to_the_bit() -> Non
         buffers = buffers_of([0.1, 0.2], plan)
         parameter = buffers.slots[0].factor.parameter
         before, masters = parameter.detach().clone(), buffers.masters.clone()
-        with buffers.showing(torch.tensor([5.0, 7.0])):
+        with buffers.using_weights(torch.tensor([5.0, 7.0])):
             assert parameter.tolist() == [[5.0, 7.0]]
         assert torch.equal(parameter.detach(), before)
         assert torch.equal(buffers.masters, masters)

@@ -111,7 +111,7 @@ def test_steps_equal_fp32_parameters_under_autocast_bit_by_bit(
         expected = parameters[slot.factor.name].detach()
         assert torch.equal(slot.of(buffers.masters), expected), slot.factor.name
         seen = expected if slot.factor.is_magnitude else expected.to(BF16)
-        assert torch.equal(buffers.computed_with(slot), seen)
+        assert torch.equal(buffers.compute_view(slot), seen)
         if slot.factor.name.endswith("lora_B"):
             assert slot.of(buffers.masters).abs().max() > 1e-3
 

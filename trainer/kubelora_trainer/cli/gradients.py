@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kubelora_api.names import OutputPath
-from kubelora_trainer.lora.target_modules import matches, meant_parts
+from kubelora_trainer.lora.target_modules import matches, suggest_parts
 from kubelora_trainer.optim.precision import NAMES
 from kubelora_trainer.telemetry.gradient_dump import dumped_files
 from kubelora_trainer.utils.errors import ConfigurationError
@@ -56,7 +56,7 @@ def gradient_lines(folder: Path, choice: Choice) -> Iterator[str]:
     if len(rows) > choice.limit:
         yield f"{len(rows) - choice.limit} more rows; --limit shows them"
     elif not rows:
-        meant = meant_parts(choice.pattern or "", _names(files))
+        meant = suggest_parts(choice.pattern or "", _names(files))
         yield f"none of them is chosen{meant or ';'} leave out --step or --module to see all"
 
 

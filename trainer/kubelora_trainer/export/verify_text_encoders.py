@@ -19,7 +19,7 @@ from kubelora_trainer.export.verify_unet import (
     some_update_shows,
 )
 from kubelora_trainer.lora.adapter import ADAPTER_NAME, TrainedLayer
-from kubelora_trainer.lora.dora import as_readers_compute
+from kubelora_trainer.lora.dora import with_peft_dora
 from kubelora_trainer.models.pipeline import load_text_encoder
 from kubelora_trainer.models.sgm_keys import Part
 from kubelora_trainer.utils.errors import NumericalError
@@ -49,7 +49,7 @@ def verify_text_encoders(
         model_dtype = weight.dtype
         expected = probe_text(trained)
         noise = float((probe_text(trained, UNIT_ROUNDOFF[model_dtype]) - expected).norm())
-        with as_readers_compute(trained, ADAPTER_NAME):
+        with with_peft_dora(trained, ADAPTER_NAME):
             noise = max(noise, float((probe_text(trained) - expected).norm()))
         for file in files:
             fresh = load_text_encoder(

@@ -20,7 +20,7 @@ from torch import nn
 
 from kubelora_api.names import OutputPath
 from kubelora_trainer.lora.adapter import ADAPTER_NAME, TrainedLayer, full_name
-from kubelora_trainer.lora.dora import as_readers_compute
+from kubelora_trainer.lora.dora import with_peft_dora
 from kubelora_trainer.lora.kohya_format import read_kohya
 from kubelora_trainer.models.pipeline import load_unet
 from kubelora_trainer.models.sgm_keys import Part, kohya_names
@@ -74,7 +74,7 @@ def verify_export(
     trained.eval()
     without, expected = probe(fresh), probe(trained)
     noise = float((probe(trained, roundoff=UNIT_ROUNDOFF[model_dtype]) - expected).norm())
-    with as_readers_compute(trained, ADAPTER_NAME):
+    with with_peft_dora(trained, ADAPTER_NAME):
         noise = max(noise, float((probe(trained) - expected).norm()))
     checks = []
     for file in files:

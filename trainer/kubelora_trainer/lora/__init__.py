@@ -1,1 +1,1 @@
-"""The adapter: LoRA and DoRA layers, their initialisation, and the formats they are read from."""
+"""LoRA and DoRA adapter layers: initialisation, target modules and file formats."""

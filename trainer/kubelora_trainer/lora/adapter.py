@@ -1,7 +1,7 @@
-"""Puts the LoRA adapter into the UNet: which layers, how wide, how initialised.
+"""LoRA adapters for the UNet: target layers, ranks and initial weights.
 
-peft makes the layers; the numbers in them are drawn here, from a generator of each module's own, so
-that they depend on the seed and the module's name alone and not on what else was drawn before.
+peft builds the layers. Their weights are drawn here, with one generator per module, so that they
+depend only on the seed and the module's name and not on any other draw.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from kubelora_api.spec import Adapter
-from kubelora_trainer.lora.dora import channel_norms, take_over
+from kubelora_trainer.lora.dora import channel_norms, use_exact_dora
 from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.lora.target_modules import check_patterns, matching, target_names
 from kubelora_trainer.models.sgm_keys import Part
@@ -30,15 +30,20 @@ Init = Literal["kaiming", "gaussian", "orthogonal"]
 
 @dataclass(frozen=True)
 class AdapterModule:
-    """One layer's adapter: the layer's output gains ``alpha / rank * lora_b @ lora_a @ input``.
+    """The adapter of one layer; it adds ``alpha / rank * lora_b @ lora_a @ input`` to the output.
 
-    part: the model that the layer belongs to. name: of the layer in it. group_block: where it
-    stands; embed is the time and size embedding and the outermost convolutions, a text encoder is
-    a block of its own.
-    lora_a: down-projection, rank x inputs. lora_b: up-projection, outputs x rank. Of a
-    convolution: rank x inputs x height x width, and outputs x rank x 1 x 1.
-    magnitude: DoRA's, outputs (of a convolution 1 x outputs x 1 x 1); None without DoRA.
-    base_weight: what is adapted, frozen; needed for DoRA's norms alone.
+    Attributes:
+        name: Name of the layer within its model.
+        group_block: Block the layer belongs to. "embed" is the time and size embedding and the
+            outermost convolutions; each text encoder is one block.
+        lora_a: Down-projection, (rank, inputs); for a convolution (rank, inputs, height, width).
+        lora_b: Up-projection, (outputs, rank); for a convolution (outputs, rank, 1, 1).
+        rank: Rank of the update.
+        alpha: Numerator of the scale.
+        part: Model that the layer belongs to.
+        magnitude: DoRA magnitudes, (outputs,); for a convolution (1, outputs, 1, 1). None without
+            DoRA.
+        base_weight: The frozen weight that is adapted; needed only for DoRA norms.
     """
 
     name: str
@@ -53,23 +58,23 @@ class AdapterModule:
 
     @property
     def factors(self) -> dict[str, nn.Parameter]:
-        """What is trained, by peft's names."""
+        """The trainable tensors by peft's names."""
         both = {"lora_A": self.lora_a, "lora_B": self.lora_b}
         return both if self.magnitude is None else both | {MAGNITUDE: self.magnitude}
 
     @property
     def full_name(self) -> str:
-        """Unique over all parts: the UNet's layers by their own name."""
+        """The layer's name, unique over all parts; UNet layers keep their own name."""
         return full_name(self.part, self.name)
 
     @property
     def scale(self) -> float:
-        """What the update is multiplied by."""
+        """Factor by which the update is multiplied."""
         return self.alpha / self.rank
 
     @torch.no_grad()
     def norms(self) -> torch.Tensor:
-        """DoRA's norms of the adapted weight as it now is, fp32, in the magnitudes' shape."""
+        """Compute DoRA's norms of the current adapted weight, fp32, shaped like the magnitudes."""
         if self.magnitude is None or self.base_weight is None:
             raise ValueError(f"{self.full_name} has no magnitudes")
         norms = channel_norms(self.base_weight, self.lora_a, self.lora_b, self.scale)
@@ -78,7 +83,7 @@ class AdapterModule:
 
 @dataclass(frozen=True)
 class TrainedLayer:
-    """A layer's adapter with the weights to export: the masters, in the shapes of its factors."""
+    """A layer's adapter with the weights to export: master weights in the shapes of its factors."""
 
     module: AdapterModule
     lora_a: torch.Tensor
@@ -89,7 +94,12 @@ class TrainedLayer:
 def trained_layers(
     modules: Sequence[AdapterModule], masters: Mapping[str, torch.Tensor] | None = None
 ) -> list[TrainedLayer]:
-    """Modules with their masters, by factor (``module.lora_A``); None: with their own numbers."""
+    """Pair modules with the weights to export.
+
+    Args:
+        modules: The adapter's modules.
+        masters: Master weights by factor name (``module.lora_A``); None uses the modules' own.
+    """
     layers = []
     for module in modules:
         if masters is None:
@@ -106,12 +116,20 @@ def add_adapter(
     seed: int,
     also_adapted: Sequence[str] | None = None,
 ) -> tuple[AdapterModule, ...]:
-    """Add a trainable fp32 adapter to the frozen ``unet``, which computes the same as before.
+    """Add a trainable fp32 adapter to the frozen ``unet`` without changing what it computes.
 
-    also_adapted: full names of other parts' layers, which patterns may mean.
-    Modules come in the order of the UNet's own modules. Without alpha it is ``adapter.rank``, for
-    modules of another rank by rankPattern too, as in peft.
-    Raises ConfigurationError for a pattern that matches no target, and as `initialised_modules`.
+    Args:
+        unet: The frozen base model.
+        adapter: The job's ``spec.adapter``. If alpha is unset it equals ``adapter.rank``, also for
+            modules whose rank comes from rankPattern, as in peft.
+        seed: Seed of the initial weights.
+        also_adapted: Full names of adapted layers in other parts, which patterns may match too.
+
+    Returns:
+        The adapted modules in the order of the UNet's own modules.
+
+    Raises:
+        ConfigurationError: A pattern matches no target, or DoRA cannot decompose a layer.
     """
     targets = target_names(unet, adapter.targets, adapter.target_patterns)
     adapted = targets if also_adapted is None else [*targets, *also_adapted]
@@ -123,7 +141,8 @@ def add_adapter(
         matching(adapter.rank_pattern, targets),
         matching(adapter.alpha_pattern, targets),
     )
-    # peft draws numbers that are replaced below, and looks for libraries of quantised layers.
+    # peft draws weights that are replaced below: forking keeps the caller's random state. Hiding
+    # the quantisation libraries saves their slow import.
     with torch.random.fork_rng(devices=[]), not_found(FOR_QUANTISED_MODELS):
         unet.add_adapter(config, adapter_name=ADAPTER_NAME)
     return initialised_modules(unet, "unet", adapter.init, seed)
@@ -135,7 +154,14 @@ def peft_config(
     ranks: Mapping[str, int],
     alphas: Mapping[str, float],
 ) -> LoraConfig:
-    """peft's configuration. ranks, alphas: by pattern, where they are not the adapter's own."""
+    """Build peft's configuration of an adapter.
+
+    Args:
+        adapter: The job's ``spec.adapter``.
+        targets: Names of the layers to adapt.
+        ranks: Rank by pattern, where it differs from the adapter's.
+        alphas: Alpha by pattern, where it differs from the adapter's.
+    """
     return LoraConfig(
         r=adapter.rank,
         lora_alpha=_plain(adapter.alpha if adapter.alpha is not None else adapter.rank),
@@ -152,9 +178,16 @@ def peft_config(
 def initialised_modules(
     model: nn.Module, part: Part, init: Init, seed: int
 ) -> tuple[AdapterModule, ...]:
-    """The adapters in ``model``, fp32, lora_A drawn anew and lora_B 0; magnitudes are the norms.
+    """Initialise the adapters in ``model`` in fp32: random lora_A, zero lora_B, magnitudes = norms.
 
-    Raises ConfigurationError for a layer that DoRA can't decompose.
+    Args:
+        model: A model that peft has already added layers to.
+        part: Which part of the pipeline the model is.
+        init: Distribution of lora_A.
+        seed: Seed of the run.
+
+    Raises:
+        ConfigurationError: DoRA cannot decompose a layer.
     """
     return tuple(
         _initialised(part, name, layer, init, seed)
@@ -164,18 +197,23 @@ def initialised_modules(
 
 
 def full_name(part: Part, name: str) -> str:
-    """A layer's name, unique over all parts.
+    """Return a layer's name that is unique over all parts.
 
-    Of text encoders without ``text_model``, which versions of transformers have or have not.
+    Names in text encoders omit ``text_model``, which only some versions of transformers have.
     """
     return name if part == "unet" else f"{part}.{name.removeprefix('text_model.')}"
 
 
 def initial_down_projection(init: Init, rank: int, inputs: int, seed: int) -> torch.Tensor:
-    """lora_A at the start, fp32 ``(rank, inputs)``.
+    """Draw the initial lora_A, fp32 ``(rank, inputs)``.
 
-    kaiming: uniform within 1/sqrt(inputs), peft's default (Kaiming with a = sqrt 5). gaussian:
-    deviation 1/rank. orthogonal: orthonormal rows; columns where rank exceeds inputs.
+    Args:
+        init: "kaiming": uniform within 1/sqrt(inputs), peft's default (Kaiming with a = sqrt 5).
+            "gaussian": standard deviation 1/rank. "orthogonal": orthonormal rows, or columns if
+            rank exceeds inputs.
+        rank: Number of rows.
+        inputs: Number of columns.
+        seed: Seed of this module's generator.
     """
     generator = torch.Generator().manual_seed(seed)
     if init == "kaiming":
@@ -186,18 +224,19 @@ def initial_down_projection(init: Init, rank: int, inputs: int, seed: int) -> to
         return (normal / rank).float()
     tall = normal.T if rank <= inputs else normal
     q, r = torch.linalg.qr(tall)
-    uniform: torch.Tensor = q * torch.sign(torch.diagonal(r))  # over all rotations
+    # Fixing the signs makes the draw uniform over all rotations (Mezzadri 2007).
+    uniform: torch.Tensor = q * torch.sign(torch.diagonal(r))
     return (uniform.T if rank <= inputs else uniform).contiguous().float()
 
 
 def module_seed(seed: int, name: str) -> int:
-    """Seed of one module's generator."""
+    """Derive the seed of one module's generator."""
     digest = hashlib.sha256(f"lora_A {seed} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _initialised(part: Part, name: str, layer: LoraLayer, init: Init, seed: int) -> AdapterModule:
-    """B stays 0: a fresh adapter changes nothing."""
+    """Initialise one layer; lora_B is 0, so that a fresh adapter changes nothing."""
     for factor in (layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]):
         factor.to(torch.float32)
     down, up = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
@@ -210,7 +249,7 @@ def _initialised(part: Part, name: str, layer: LoraLayer, init: Init, seed: int)
         up.zero_()
     magnitude = base_weight = None
     if ADAPTER_NAME in layer.lora_magnitude_vector:
-        magnitude, base_weight = take_over(layer, full_name(part, name), ADAPTER_NAME)
+        magnitude, base_weight = use_exact_dora(layer, full_name(part, name), ADAPTER_NAME)
     return AdapterModule(
         name=name,
         group_block=block_of(name) if part == "unet" else part,
@@ -225,7 +264,7 @@ def _initialised(part: Part, name: str, layer: LoraLayer, init: Init, seed: int)
 
 
 def block_of(name: str) -> Block:
-    """Block of the UNet that a module stands in."""
+    """Return the UNet block that a module belongs to."""
     first = name.split(".")[0].split("_")[0]
     for block in get_args(Block):
         if block == first:
@@ -235,5 +274,5 @@ def block_of(name: str) -> Block:
 
 
 def _plain(alpha: float) -> float:
-    """An int where it is one, so that loaders that expect an int are content."""
+    """Convert a whole alpha to int, because some loaders expect an int."""
     return int(alpha) if float(alpha).is_integer() else alpha

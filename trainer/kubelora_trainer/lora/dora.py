@@ -1,14 +1,14 @@
-"""DoRA's layers: peft's formula, with the norms that it divides by in fp32.
+"""DoRA layers: peft's formula, with the norms computed in fp32.
 
 DoRA (Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", eq. 5) makes a layer's weight
 
     m · (W + s·B·A) / ‖W + s·B·A‖
 
-with the norm taken over each output channel and held constant in the backward pass (section 4.3),
-and trains the magnitudes m beside A and B. peft computes that norm in the type of the passes. In
-bf16 it is then known to 2⁻⁹: a fresh adapter changes the model by 0.2 %, and what A and B do to the
-norm is lost in steps of that size. Here norm and quotient are fp32, and products with activations
-are rounded once, at the layer's end. A fresh adapter changes nothing, to the bit.
+with the norm taken over each output channel and held constant in the backward pass (section 4.3).
+It trains the magnitudes m together with A and B. peft computes the norm in the compute type. In
+bf16 the norm is known only to 2⁻⁹: a fresh adapter changes the model by 0.2 %, and the effect of A
+and B on the norm is lost to rounding. Here norm and quotient are fp32, and products with
+activations are rounded once, at the end of the layer. A fresh adapter changes nothing, bit for bit.
 """
 
 from collections.abc import Iterator
@@ -24,19 +24,28 @@ from torch.nn import functional
 from kubelora_trainer.utils.errors import ConfigurationError
 
 NO_KOHYA_FILE = (
-    "adapter.dora: the adapter is written in diffusers' format alone. kohya files call magnitudes "
-    "dora_scale, and their readers differ in what they divide by: ComfyUI and Forge by the norm of "
-    "the base model's weight, LyCORIS by that of the adapted one, in older versions over the other "
-    "axis; diffusers drops them"
+    "adapter.dora: the adapter is written only in diffusers' format. kohya files store magnitudes "
+    "as dora_scale, and readers disagree on what to divide by: ComfyUI and Forge use the norm of "
+    "the base model's weight, LyCORIS the norm of the adapted weight (older versions over the "
+    "other axis), and diffusers drops the magnitudes"
 )
-"""Told before training starts, to those who need the other file."""
+"""Warning shown before training starts, because some users need a kohya file."""
 
 
 @torch.no_grad()
 def channel_norms(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """L2 norm of ``weight + scale * lora_b @ lora_a`` by output channel, fp32 (outputs,).
+    """Compute the L2 norm of ``weight + scale * lora_b @ lora_a`` per output channel.
 
-    weight: (outputs, inputs...). Under autocast, factors count as rounded as its passes see them.
+    Under autocast the factors are first rounded to the autocast type, as in the forward pass.
+
+    Args:
+        weight: Base weight, (outputs, inputs...).
+        lora_a: Down-projection, (rank, inputs...).
+        lora_b: Up-projection, (outputs, rank...).
+        scale: Factor of the update.
+
+    Returns:
+        fp32 norms, (outputs,).
     """
     device = weight.device.type
     factors = [lora_a.detach(), lora_b.detach()]
@@ -66,9 +75,18 @@ class _ExactNorms:
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """What the base layer's output gains, with q = m / ‖W + s·B·A‖: (q - 1)·W·x + q·s·B·A·x.
+        """Compute what is added to the base layer's output: (q - 1)·W·x + q·s·B·A·x.
 
-        base_result: the base layer's output; None where dropout gave ``x`` other numbers.
+        q = m / ‖W + s·B·A‖. The signature is peft's.
+
+        Args:
+            x: Input of the layer.
+            lora_A: Down-projection.
+            lora_B: Up-projection.
+            scaling: Factor s of the update.
+            base_layer: The adapted layer.
+            base_result: The base layer's output; None if dropout changed ``x``.
+            adapter_name: Unused here; peft passes it.
         """
         factors = cast(Tensor, lora_A.weight), cast(Tensor, lora_B.weight)
         quotient = self.weight / channel_norms(base_layer.weight, *factors, scaling).view_as(
@@ -83,11 +101,11 @@ class _ExactNorms:
 
 
 class ExactDoraLinear(_ExactNorms, DoraLinearLayer):  # type: ignore[misc]
-    """A linear layer's magnitudes, fp32 (outputs,)."""
+    """Magnitudes of a linear layer, fp32 (outputs,)."""
 
 
 class ExactDoraConv2d(_ExactNorms, DoraConv2dLayer):  # type: ignore[misc]
-    """A convolution's magnitudes, fp32 (1, outputs, 1, 1)."""
+    """Magnitudes of a convolution, fp32 (1, outputs, 1, 1)."""
 
 
 def _without_bias(base: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
@@ -99,8 +117,8 @@ def _without_bias(base: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def as_readers_compute(model: nn.Module, adapter: str) -> Iterator[None]:
-    """Let ``model`` compute as a reader of its adapter does: peft's layers, in the model's type."""
+def with_peft_dora(model: nn.Module, adapter: str) -> Iterator[None]:
+    """Replace the exact layers by peft's in the model's type, as a reader of the file computes."""
     exact = [
         (layer, layer.lora_magnitude_vector[adapter])
         for layer in model.modules()
@@ -119,11 +137,19 @@ def as_readers_compute(model: nn.Module, adapter: str) -> Iterator[None]:
             layer.lora_magnitude_vector[adapter] = own
 
 
-def take_over(layer: LoraLayer, name: str, adapter: str) -> tuple[nn.Parameter, Tensor]:
-    """Put exact layers in the place of peft's; returns magnitudes and the base layer's weight.
+def use_exact_dora(layer: LoraLayer, name: str, adapter: str) -> tuple[nn.Parameter, Tensor]:
+    """Replace peft's DoRA layer by an exact one whose magnitudes are the current weights' norms.
 
-    The magnitudes are the norms of the weights as they now are. name: of the layer, for people.
-    Raises ConfigurationError where a channel's weights are all 0.
+    Args:
+        layer: peft's layer.
+        name: The layer's full name, for error messages.
+        adapter: peft's name of the adapter.
+
+    Returns:
+        The magnitudes and the base layer's weight.
+
+    Raises:
+        ConfigurationError: All weights of a channel are 0.
     """
     base = layer.get_base_layer()
     kind = ExactDoraConv2d if isinstance(base, nn.Conv2d) else ExactDoraLinear
@@ -133,8 +159,8 @@ def take_over(layer: LoraLayer, name: str, adapter: str) -> tuple[nn.Parameter, 
     if not bool(norms.all()):
         raise ConfigurationError(
             f"adapter.dora: {int((norms == 0).sum())} of {len(norms)} output channels of {name} "
-            "have no weight but 0, so that they have no direction: leave the layer out by "
-            "adapter.targets or targetPatterns, or dora for all"
+            "have only zero weights and therefore no direction: exclude the layer by "
+            "adapter.targets or targetPatterns, or set adapter.dora to false"
         )
     magnitudes = nn.Parameter(norms.view_as(layer.lora_magnitude_vector[adapter].weight))
     exact.weight = magnitudes

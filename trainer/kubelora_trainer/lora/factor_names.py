@@ -1,4 +1,4 @@
-"""Names that peft gives the factors of an adapter's layers."""
+"""Names that peft gives the factors of an adapter layer."""
 
 from typing import Final
 

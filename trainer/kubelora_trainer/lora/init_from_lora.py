@@ -1,7 +1,7 @@
-"""Starts an adapter from an existing LoRA, in diffusers' or in kohya's format.
+"""Initialisation of an adapter from an existing LoRA, in diffusers' or kohya's format.
 
-The job says which layers are adapted and how wide; the file must hold the same. A layer that is
-only on one side would be lost or start from nothing without a word, so it is an error.
+The job defines which layers are adapted and at which rank, and the file must match. A layer that
+exists on only one side would be lost or start from zero silently, so it is an error.
 """
 
 import json
@@ -31,7 +31,7 @@ TEXT_NAMES = {
     "text_encoder": ("text_encoder.", "lora_te1_"),
     "text_encoder_2": ("text_encoder_2.", "lora_te2_"),
 }
-"""How names of the text encoders' layers begin, in diffusers' and in kohya's files."""
+"""Prefixes of the text encoders' layers in diffusers' and in kohya's files."""
 ENDS = {".lora_A.weight": "down", ".lora.down.weight": "down"}
 ENDS |= {".lora_B.weight": "up", ".lora.up.weight": "up"}
 ENDS |= {f".{MAGNITUDE}": "magnitude", f".{MAGNITUDE}.weight": "magnitude"}
@@ -39,9 +39,13 @@ ENDS |= {f".{MAGNITUDE}": "magnitude", f".{MAGNITUDE}.weight": "magnitude"}
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """A layer's adapter in a file: the layer's weight gains ``scale * up @ down``.
+    """A layer's adapter as read from a file: it adds ``scale * up @ down`` to the layer's weight.
 
-    magnitude: norms that the result then gets, of a DoRA.
+    Attributes:
+        down: Down-projection, (rank, inputs...).
+        up: Up-projection, (outputs, rank...).
+        scale: Factor of the update.
+        magnitude: DoRA magnitudes, the norms of the adapted weight; None for a plain LoRA.
     """
 
     down: torch.Tensor
@@ -52,13 +56,23 @@ class FoundLayer:
 
 @torch.no_grad()
 def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, place: Path) -> Path:
-    """Fill the adapter from the LoRA at ``place``; returns the file that was read.
+    """Initialise the adapter from the LoRA at ``place``.
 
-    The adapted model then computes what the file makes of it: where the file's scale differs from
-    the job's, the up-projection takes up the difference. A DoRA that starts from a LoRA gets the
-    norms of its adapted weights for magnitudes.
-    Raises ConfigurationError for a file that can't be read, or whose layers, ranks or shapes are
-    not the adapter's.
+    The adapted model then computes what the file makes of it: if the file's scale differs from the
+    job's, the up-projection absorbs the difference. A DoRA that starts from a LoRA takes the norms
+    of its adapted weights as magnitudes.
+
+    Args:
+        modules: The adapter's modules, which are overwritten.
+        unet: The model whose configuration maps kohya's names.
+        place: A file, or a directory that holds one.
+
+    Returns:
+        The file that was read.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or its layers, ranks or shapes differ from the
+            adapter's.
     """
     file = lora_file(place)
     found = _read(file, unet, modules)
@@ -67,7 +81,7 @@ def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, pla
     if only_file:
         raise ConfigurationError(
             f"adapter.from: {file} holds {len(only_file)} layers that this job does not adapt, "
-            f"such as {min(only_file)}: {_widen(only_file)}, or take them out of the file."
+            f"such as {min(only_file)}: {_widen(only_file)}, or remove them from the file."
         )
     if only_job:
         raise ConfigurationError(
@@ -86,17 +100,17 @@ def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, pla
 
 
 def _widen(layers: Collection[str]) -> str:
-    """What of the job takes in layers that only the file has."""
-    return _fields(layers, "name {} in adapter.textEncoders", "widen adapter.targets")
+    """Advise how the job can include layers that only the file has."""
+    return _fields(layers, "add {} to adapter.textEncoders", "widen adapter.targets")
 
 
 def _narrow(layers: Collection[str]) -> str:
-    """What of the job leaves out layers that only the job has."""
-    return _fields(layers, "take {} out of adapter.textEncoders", "narrow adapter.targets")
+    """Advise how the job can exclude layers that only the job has."""
+    return _fields(layers, "remove {} from adapter.textEncoders", "narrow adapter.targets")
 
 
 def _fields(layers: Collection[str], of_text: str, of_all: str) -> str:
-    """of_text, with the encoders whose layers they are, where any is; else of_all."""
+    """Return ``of_text`` with the text encoders that ``layers`` belong to; ``of_all`` if none."""
     encoders = [
         part
         for part, starts in TEXT_NAMES.items()
@@ -106,11 +120,11 @@ def _fields(layers: Collection[str], of_text: str, of_all: str) -> str:
 
 
 def lora_file(place: Path) -> Path:
-    """The file itself, diffusers' file of a folder, or the only .safetensors in it."""
+    """Return the file itself, diffusers' file of a directory, or its only .safetensors file."""
     if place.is_file():
         if place.suffix in PICKLE_SUFFIXES:
             raise ConfigurationError(
-                f"adapter.from: {place.name} is pickled, which can run code when it is loaded: "
+                f"adapter.from: {place.name} is a pickle, which can run code when it is loaded: "
                 "convert it to safetensors."
             )
         return place
@@ -130,13 +144,13 @@ def _read(
             keys, metadata = list(opened.keys()), opened.metadata() or {}
         if any("dora_scale" in key for key in keys):
             raise ConfigurationError(
-                f"adapter.from: {file} is a DoRA in kohya's format, of which programs differ in "
-                "what dora_scale means: start from a DoRA in diffusers' format, or from a LoRA."
+                f"adapter.from: {file} is a DoRA in kohya's format, and programs disagree on what "
+                "its dora_scale means: start from a DoRA in diffusers' format, or from a LoRA."
             )
         trains_magnitudes = any(module.magnitude is not None for module in modules)
         if any(MAGNITUDE in key for key in keys) and not trains_magnitudes:
             raise ConfigurationError(
-                f"adapter.from: {file} is a DoRA, whose magnitudes a plain LoRA has no place for: "
+                f"adapter.from: {file} is a DoRA, and a plain LoRA cannot hold its magnitudes: "
                 "set adapter.dora to true."
             )
         if all(key.startswith("lora_") for key in keys):
@@ -149,7 +163,7 @@ def _read(
 def _from_kohya(
     file: Path, unet: UNet2DConditionModel, modules: Sequence[AdapterModule]
 ) -> dict[str, FoundLayer]:
-    """Layers by their full name; keys in sgm's names, or in diffusers' with underscores."""
+    """Read layers by full name; keys use sgm's names, or diffusers' with underscores."""
     names = {f"lora_unet_{m.name.replace('.', '_')}": m.name for m in modules if m.part == "unet"}
     stems = kohya_names(unet.config, ((m.part, m.name) for m in modules))
     names |= {stem: full_name(part, name) for (part, name), stem in stems.items()}
@@ -162,18 +176,18 @@ def _from_kohya(
 def _from_diffusers(
     state: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> dict[str, FoundLayer]:
-    """Without adapter metadata the scale is 1, as diffusers has it."""
+    """Read layers by full name; without adapter metadata the scale is 1, as in diffusers."""
     config = json.loads(metadata.get(LORA_METADATA, "{}"))
     if not isinstance(config, dict):
-        raise ValueError(f"its {LORA_METADATA} is no JSON object")
+        raise ValueError(f"its {LORA_METADATA} is not a JSON object")
     factors: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in state.items():
         end = next((end for end in ENDS if key.endswith(end)), None)
         if end is None:
-            raise ValueError(f"{key} is no key of a LoRA in diffusers' or kohya's format")
+            raise ValueError(f"{key} is not a key of a LoRA in diffusers' or kohya's format")
         name = key.removesuffix(end).removeprefix("unet.").replace(".text_model.", ".", 1)
         if tensor.ndim < 2 and ENDS[end] != "magnitude":
-            raise ValueError(f"{key} is no matrix or kernel")
+            raise ValueError(f"{key} is not a matrix or convolution kernel")
         factors.setdefault(name, {})[ENDS[end]] = tensor
     half = next((name for name, pair in factors.items() if not {"down", "up"} <= pair.keys()), None)
     if half is not None:
@@ -190,7 +204,7 @@ def _from_diffusers(
 
 
 def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
-    """As peft reads its configuration: the first pattern that matches wins."""
+    """Compute a layer's scale as peft does: the first pattern that matches wins."""
     part, _, inside = name.partition(".")
     if part not in SGM_PARTS:
         part, inside = "unet", name
@@ -198,7 +212,7 @@ def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
         return 1.0
     patterns = config.get(f"{part}.alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        raise ValueError(f"{part}.alpha_pattern in its {LORA_METADATA} is no JSON object")
+        raise ValueError(f"{part}.alpha_pattern in its {LORA_METADATA} is not a JSON object")
     own = (value for pattern, value in patterns.items() if matches(pattern, inside))
     alpha = float(next(own, config[f"{part}.lora_alpha"]))
     return alpha / (math.sqrt(rank) if config.get(f"{part}.use_rslora") else rank)
@@ -216,16 +230,18 @@ def _check_shapes(layer: FoundLayer, module: AdapterModule, file: Path) -> None:
     if found != wanted:
         raise ConfigurationError(
             f"adapter.from: {file} has shapes {found[0]} and {found[1]} at {module.full_name}, "
-            f"this model {wanted[0]} and {wanted[1]}: it is for another base model."
+            f"this model {wanted[0]} and {wanted[1]}: the file belongs to another base model."
         )
     magnitude, own = layer.magnitude, module.magnitude
     if magnitude is not None and own is not None and magnitude.shape != own.shape:
         raise ConfigurationError(
             f"adapter.from: {file} has magnitudes of shape {tuple(magnitude.shape)} at "
-            f"{module.full_name}, this model {tuple(own.shape)}: it is for another base model."
+            f"{module.full_name}, this model {tuple(own.shape)}: the file belongs to another base "
+            "model."
         )
     tensors = [tensor for tensor in (layer.down, layer.up, magnitude) if tensor is not None]
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
         raise ConfigurationError(
-            f"adapter.from: {file} holds values at {module.full_name} that are not finite."
+            f"adapter.from: {file} holds NaN or infinite values at {module.full_name}: use another "
+            "file."
         )

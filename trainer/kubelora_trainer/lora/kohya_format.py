@@ -1,8 +1,8 @@
-"""The adapter as kohya's sd-scripts, ComfyUI and A1111 read it: sgm names, modelspec metadata.
+"""kohya's LoRA format, read by sd-scripts, ComfyUI and A1111: sgm names, modelspec metadata.
 
-A kohya file holds an alpha for each layer, and readers multiply by ``alpha / rank``. Not all of
-them (diffusers among them) get it right where alphas differ between layers, so one alpha stands
-everywhere and what is left of a layer's scale is folded into its up-projection.
+A kohya file stores one alpha per layer, and readers multiply by ``alpha / rank``. Some readers
+(diffusers among them) get it wrong if alphas differ between layers, so every layer is written with
+the same alpha and the rest of its scale is folded into the up-projection.
 """
 
 import json
@@ -31,16 +31,16 @@ class KohyaLayer:
 
     @property
     def scale(self) -> float:
-        """What every reader multiplies the update by."""
+        """Factor by which every reader multiplies the update."""
         return self.alpha / self.down.shape[0]
 
     def update(self) -> torch.Tensor:
-        """What the layer's weight gains: scale times up times down, (outputs, inputs flattened)."""
+        """Compute the update of the weight: scale * up @ down, (outputs, flattened inputs)."""
         return self.scale * self.up.flatten(1) @ self.down.flatten(1)
 
 
 def common_alpha(layers: Sequence[TrainedLayer]) -> float:
-    """The alpha that most layers have, as bf16 holds it: a reader that casts it changes nothing."""
+    """Return the most frequent alpha, rounded to bf16 so that a reader's cast changes nothing."""
     alphas = Counter(layer.module.alpha for layer in layers)
     return float(torch.tensor(alphas.most_common(1)[0][0]).bfloat16())
 
@@ -48,7 +48,16 @@ def common_alpha(layers: Sequence[TrainedLayer]) -> float:
 def kohya_state(
     layers: Sequence[TrainedLayer], unet_config: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Tensors of the file by key, weights in ``dtype``, alphas fp32 scalars."""
+    """Build the tensors of a kohya file.
+
+    Args:
+        layers: The layers to write.
+        unet_config: The UNet's configuration, which maps layer names to sgm's.
+        dtype: Type of the weights; alphas are fp32 scalars.
+
+    Returns:
+        Tensors by key.
+    """
     alpha = common_alpha(layers)
     stems = kohya_names(unet_config, ((one.module.part, one.module.name) for one in layers))
     state: dict[str, torch.Tensor] = {}
@@ -64,10 +73,15 @@ def kohya_state(
 def kohya_metadata(
     layers: Sequence[TrainedLayer], title: str, resolution: int, prediction_type: str
 ) -> dict[str, str]:
-    """What interfaces read of a file: modelspec 1.0 and kohya's own ``ss_`` keys.
+    """Build the metadata that user interfaces read: modelspec 1.0 and kohya's own ``ss_`` keys.
 
-    resolution: edge in pixels. prediction_type: diffusers' name. There is no date, so that equal
-    adapters give equal files.
+    There is no date, so that equal adapters give equal files.
+
+    Args:
+        layers: The layers of the file.
+        title: Title shown to users.
+        resolution: Edge length in pixels.
+        prediction_type: diffusers' name of the prediction type.
     """
     ranks = Counter(layer.module.rank for layer in layers)
     prediction = {"v_prediction": "v"}.get(prediction_type, prediction_type)
@@ -90,26 +104,30 @@ def kohya_metadata(
 
 
 def read_kohya(path: Path) -> dict[str, KohyaLayer]:
-    """Layers of a kohya file by the stem of their keys.
+    """Read the layers of a kohya file, by the stem of their keys.
 
-    Without alpha, or with 0, the scale is 1, as kohya's own reader has it.
-    Raises ValueError naming keys that are no part of a LoRA layer, or that lack their counterpart,
-    and layers that are no matrices.
+    If alpha is absent or 0 the scale is 1, as in kohya's own reader.
+
+    Raises:
+        ValueError: A key belongs to no LoRA layer, lacks its counterpart, or is not a matrix.
     """
     state = load_file(path)
     stems = {key.removesuffix(DOWN) for key in state if key.endswith(DOWN)}
     known = {stem + end for stem in stems for end in (DOWN, UP, ALPHA)}
-    odd = sorted(state.keys() - known) + sorted(
+    unmatched = sorted(state.keys() - known) + sorted(
         stem + UP for stem in stems if stem + UP not in state
     )
-    if odd:
-        raise ValueError(f"{len(odd)} keys are not a LoRA layer's or lack one, such as {odd[0]}")
+    if unmatched:
+        raise ValueError(
+            f"{len(unmatched)} keys do not belong to a LoRA layer or are missing from one, such as "
+            f"{unmatched[0]}"
+        )
     return {stem: _layer(state, stem) for stem in sorted(stems)}
 
 
 def _layer(state: Mapping[str, torch.Tensor], stem: str) -> KohyaLayer:
     down, up = state[stem + DOWN].float(), state[stem + UP].float()
     if down.ndim < 2 or up.ndim < 2:
-        raise ValueError(f"{stem} is no pair of matrices or kernels")
+        raise ValueError(f"{stem} is not a pair of matrices or convolution kernels")
     alpha = state.get(stem + ALPHA)
     return KohyaLayer(down, up, (0 if alpha is None else float(alpha)) or float(down.shape[0]))

@@ -1,4 +1,4 @@
-"""Which layers get an adapter: by a name for a family of them, or by patterns over their names."""
+"""Selection of the layers to adapt: by family name, or by patterns over their names."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +15,15 @@ FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
 
 
 def target_names(unet: nn.Module, targets: str, patterns: Sequence[str] = ()) -> list[str]:
-    """Names of the layers that get an adapter, in the UNet's order.
+    """Select the layers to adapt, in the UNet's order.
 
-    targets: attention, attention+feed_forward, all_linear, or all (with convolutions). patterns:
-    in its place where there are any, over all linear layers and convolutions.
-    Raises ConfigurationError for a pattern that matches no layer.
+    Args:
+        unet: The base model.
+        targets: "attention", "attention+feed_forward", "all_linear", or "all" (with convolutions).
+        patterns: Patterns over all linear layers and convolutions, instead of ``targets``.
+
+    Raises:
+        ConfigurationError: A pattern matches no layer.
     """
     layers = [n for n, layer in unet.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     if patterns:
@@ -35,38 +39,55 @@ def target_names(unet: nn.Module, targets: str, patterns: Sequence[str] = ()) ->
 
 
 def matches(pattern: str, name: str) -> bool:
-    """peft's rule: a pattern matches a whole name, or its end after a dot."""
+    """Apply peft's rule: a pattern matches the entire name, or its end after a dot."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
 def matching(patterns: Mapping[str, _T], names: Sequence[str]) -> dict[str, _T]:
-    """Those that match a name; peft warns of any other."""
+    """Keep the patterns that match a name; peft warns about any other."""
     return {p: value for p, value in patterns.items() if any(matches(p, name) for name in names)}
 
 
 def check_patterns(field: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise ConfigurationError for a pattern of ``adapter.<field>`` that matches no name."""
+    """Check that every pattern of ``adapter.<field>`` matches a name.
+
+    Args:
+        field: Field of ``spec.adapter`` that holds the patterns.
+        patterns: The patterns.
+        names: Names to match.
+
+    Raises:
+        ConfigurationError: A pattern matches no name.
+    """
     what = "layers of the UNet" if field == "targetPatterns" else "adapted modules"
-    refuse_unmatched(f"adapter.{field}", patterns, names, what, "widen adapter.targets")
+    require_matches(f"adapter.{field}", patterns, names, what, "widen adapter.targets")
 
 
-def refuse_unmatched(
+def require_matches(
     field: str, patterns: Iterable[str], names: Sequence[str], what: str, instead: str
 ) -> None:
-    """Raise ConfigurationError for a pattern of ``field`` that matches none of ``names``.
+    """Check that every pattern of ``field`` matches one of ``names``.
 
-    what: they are. instead: what else mends it.
+    Args:
+        field: Path of the field, for the message.
+        patterns: The patterns.
+        names: Names to match.
+        what: What the names are, such as "adapted modules".
+        instead: Alternative advice to correcting the pattern.
+
+    Raises:
+        ConfigurationError: A pattern matches no name.
     """
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             raise ConfigurationError(
                 f"{field}: {pattern!r} matches none of the {len(names)} {what}, such as "
-                f"{names[0]}{meant_parts(pattern, names)}. Correct it, or {instead}."
+                f"{names[0]}{suggest_parts(pattern, names)}. Correct it, or {instead}."
             )
 
 
-def meant_parts(pattern: str, names: Iterable[str]) -> str:
-    """``; did you mean 'attn2' for 'atn2'?`` for the words of a pattern that no name has."""
+def suggest_parts(pattern: str, names: Iterable[str]) -> str:
+    """Suggest corrections for misspelt parts: ``; did you mean 'attn2' for 'atn2'?``."""
     parts = dict.fromkeys(part for name in names for part in name.split("."))
     words = re.findall(r"[A-Za-z_]\w+", re.sub(r"\\.", " ", pattern))
     strange = [word for word in words if not any(word in part for part in parts)]

@@ -1,7 +1,7 @@
-"""Puts the LoRA adapter into the text encoders, in the layers that SDXL's conditions come from.
+"""LoRA adapters for the text encoders, in the layers that SDXL's conditioning comes from.
 
-The UNet is shown both encoders' last hidden layer but one, and the second's pooled output: the
-first encoder's last layer has no part in it, and an adapter there would never learn.
+The UNet receives the penultimate hidden state of both encoders and the pooled output of the second.
+The first encoder's last layer contributes nothing, so an adapter there would never learn.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,9 +29,13 @@ _T = TypeVar("_T")
 
 
 def text_targets(encoder: nn.Module, part: TextEncoder, targets: str) -> list[str]:
-    """Names of the encoder's layers that get an adapter, in its own order.
+    """Select the encoder's layers to adapt, in its own order.
 
-    targets: as the job says; attention, or any other for the feed-forward layers too.
+    Args:
+        encoder: The text encoder.
+        part: Which of the two encoders it is.
+        targets: The job's ``adapter.targets``: "attention", or anything else to include the
+            feed-forward layers.
     """
     ends = TEXT_ATTENTION if targets == "attention" else TEXT_ATTENTION + TEXT_FEED_FORWARD
     names = [
@@ -46,17 +50,24 @@ def text_targets(encoder: nn.Module, part: TextEncoder, targets: str) -> list[st
 
 
 def _layer_number(name: str) -> int:
-    """``encoder.layers.11.mlp.fc1`` is of layer 11."""
+    """Parse the layer number: 11 for ``encoder.layers.11.mlp.fc1``."""
     return int(name.partition("layers.")[2].partition(".")[0])
 
 
 def add_text_adapter(
     encoder: nn.Module, part: TextEncoder, adapter: Adapter, seed: int
 ) -> tuple[AdapterModule, ...]:
-    """Add a trainable fp32 adapter to a frozen text encoder, which computes the same as before.
+    """Add a trainable fp32 adapter to a frozen text encoder without changing what it computes.
 
-    Patterns of the job mean full names (``text_encoder.encoder.layers.0.self_attn.q_proj``); peft
-    sees names in the encoder alone, so it is given each such layer's own.
+    The job's patterns match full names (``text_encoder.encoder.layers.0.self_attn.q_proj``), but
+    peft sees only names within the encoder; so each matching layer is passed to peft by its own
+    name.
+
+    Args:
+        encoder: The frozen text encoder.
+        part: Which of the two encoders it is.
+        adapter: The job's ``spec.adapter``.
+        seed: Seed of the initial weights.
     """
     targets = text_targets(encoder, part, adapter.targets)
     ranks = {n: r for n in targets if (r := _own(adapter.rank_pattern.items(), part, n))}
@@ -68,11 +79,11 @@ def add_text_adapter(
 
 
 def _escaped(by_name: Mapping[str, _T]) -> dict[str, _T]:
-    """As patterns that match the very names."""
+    """Escape names into patterns that match exactly these names."""
     return {name.replace(".", r"\."): value for name, value in by_name.items()}
 
 
 def _own(patterns: Iterable[tuple[str, _T]], part: TextEncoder, name: str) -> _T | None:
-    """The value of the first pattern that matches the layer's full name."""
-    whole = full_name(part, name)
-    return next((value for pattern, value in patterns if matches(pattern, whole)), None)
+    """Return the value of the first pattern that matches the layer's full name."""
+    full = full_name(part, name)
+    return next((value for pattern, value in patterns if matches(pattern, full)), None)

@@ -1,4 +1,4 @@
-"""AdamW on per-factor views of the flat masters, by torch's fused kernels."""
+"""AdamW on per-factor views of the flat master weights, with torch's fused kernels."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,12 +15,16 @@ from kubelora_trainer.utils.stateful import check_like
 
 
 class FlatAdamW:
-    """torch.optim.AdamW (fused) on per-factor views of the flat masters.
+    """torch.optim.AdamW (fused) on per-factor views of the flat master weights.
 
-    Moments are laid out like the masters, in their type, so that telemetry reads them and
-    checkpoints save them as one tensor each. ``found_inf`` is judged on the device by the fused
-    kernel, so the host need not wait to know.
-    scales: what the learning rate of each factor is multiplied by, in slot order.
+    The moments have the layout and type of the master weights, so that telemetry reads them and
+    checkpoints save them as one tensor each. The fused kernel evaluates ``found_inf`` on the
+    device, so the host never waits for it.
+
+    Args:
+        buffers: Flat buffers of the adapter.
+        spec: The job's ``training.optimizer``.
+        scales: Learning-rate multiplier of each factor in slot order; None means 1 for all.
     """
 
     own_rate = 1.0
@@ -58,39 +62,39 @@ class FlatAdamW:
 
     @property
     def damping(self) -> Damping:
-        """What the step divides by; the count of steps is the fused kernel's own."""
+        """Denominator of the step; the step count is the fused kernel's own."""
         return Damping(eps=self._eps, correction=1 - self._beta2 ** self._steps[0])
 
     @property
     def steps_done(self) -> int:
-        """Steps that the state has taken in; waits for the device."""
+        """Steps that updated the state; waits for the device."""
         return int(torch.stack(self._steps).min())
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them; see `AdapterOptimizer`."""
-        self._buffers.hand_to_optimizer()
+        self._buffers.cast_gradient()
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate * group["scale"]
-        # Read by the fused kernel; grad_scale must exist beside it.
+        # Attributes that the fused kernel reads; it requires grad_scale together with found_inf.
         self._adamw.grad_scale = None  # type: ignore[attr-defined]
         self._adamw.found_inf = non_finite  # type: ignore[attr-defined]
         self._adamw.step()
         self._buffers.publish_masters()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Both moments, flat, and the count of steps that moved something (bias correction)."""
+        """Return both moments, flat, and the count of effective steps (for bias correction)."""
         return {
             "first_moment": self.first_moment,
             "second_moment": self.second_moment,
-            "steps": self._steps[0],  # the kernel counts them all alike
+            "steps": self._steps[0],  # the kernel advances all counters together
         }
 
     def scalars(self) -> JsonObject:
-        """Nothing: all state is tensors."""
+        """Return nothing: all state is tensors."""
         return {}
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
-        """Take over what ``tensors`` gave."""
+        """Restore what ``tensors`` returned."""
         check_like(self.tensors(), tensors)
         self.first_moment.copy_(tensors["first_moment"])
         self.second_moment.copy_(tensors["second_moment"])

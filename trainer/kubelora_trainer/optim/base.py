@@ -1,7 +1,7 @@
-"""The interface of an optimizer, whichever it is, and gradient clipping for it.
+"""The optimizer interface, and gradient clipping.
 
-An optimizer works on per-factor views of the flat masters (true shapes, which Adafactor and 8-bit
-states need). A gradient that is not finite moves neither weight nor state.
+An optimizer works on per-factor views of the flat master weights, in their true shapes, which
+Adafactor and 8-bit states need. A non-finite gradient changes neither weights nor state.
 """
 
 from collections.abc import Mapping
@@ -15,66 +15,68 @@ from kubelora_trainer.optim.moments import Damping, Elements
 
 
 class AdapterOptimizer(Protocol):
-    """Turns the finished gradient into updated masters. It is a `Stateful` too."""
+    """An optimizer that turns the finished gradient into updated masters; also a `Stateful`."""
 
     @property
     def first_moment(self) -> Tensor | None:
-        """Momentum, flat like the masters; None where the optimizer keeps none in that form."""
+        """Momentum, laid out like the masters; None if the optimizer does not store it that way."""
 
     @property
     def second_moment(self) -> Elements | None:
-        """Mean of squared gradients, flat like the masters; None where it is not kept so."""
+        """Mean of squared gradients, laid out like the masters; None if stored in another form."""
 
     @property
     def shadow_decay(self) -> float | None:
-        """beta2 where second moments share a scale, and must be followed in fp32; else None."""
+        """beta2 if second moments are quantised and must be tracked in fp32; else None."""
 
     @property
     def own_rate(self) -> float:
-        """What the optimizer itself multiplies the schedule's rate by: 1, but for Prodigy."""
+        """Factor that the optimizer itself applies to the scheduled rate: 1, except for Prodigy."""
 
     @property
     def state_text(self) -> str:
-        """In which form the state is, for people."""
+        """Format of the state, for people."""
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the state."""
+        """Memory of the state in bytes."""
 
     @property
     def damping(self) -> Damping | None:
-        """How the second moment is used; None where the step has another form."""
+        """Denominator of the step; None if the step has another form."""
 
     @property
     def steps_done(self) -> int:
-        """Steps that the state has taken in, of the factor that has the fewest.
-
-        Waits for the device.
-        """
+        """Steps that updated the state, of the factor with the fewest; waits for the device."""
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
-        """Update the masters and publish them.
+        """Update the masters and copy them to the working copy.
 
-        learning_rate: the schedule's; a factor's own is a fixed multiple of it.
-        non_finite: scalar on the device, 1.0 where the gradient must not be used; nothing moves
-        then.
+        Args:
+            learning_rate: The scheduled rate; each factor's rate is a fixed multiple of it.
+            non_finite: Scalar on the device, 1.0 if the gradient must not be used. Nothing
+                changes then.
         """
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """State to save."""
+        """Return the state to save."""
 
     def scalars(self) -> JsonObject:
-        """State that is not a tensor, as plain JSON."""
+        """Return the state that is not a tensor, as plain JSON."""
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
-        """Take over what was saved. Raises ValueError, before anything moved, if it can't fit."""
+        """Restore saved state. Raises ValueError before changing anything if it does not fit."""
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
-    """Factor that brings ``total_norm`` down to ``max_norm``; 1 below it. 0 turns clipping off.
+    """Compute the factor that brings ``total_norm`` down to ``max_norm``; 1 if it is below.
 
-    total_norm: scalar, any device. The 1e-6 is that of ``torch.nn.utils.clip_grad_norm_``.
-    A non-finite norm gives 1, so that the gradient is left as evidence.
+    A non-finite norm gives 1, so that the gradient is kept as evidence. The 1e-6 is that of
+    ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        total_norm: Scalar on any device.
+        max_norm: Largest norm; 0 turns clipping off.
     """
     if max_norm == 0:
         return torch.ones_like(total_norm)

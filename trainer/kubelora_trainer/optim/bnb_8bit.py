@@ -1,10 +1,10 @@
-"""The second moments of bitsandbytes' 8-bit AdamW, read where telemetry looks at them.
+"""Telemetry's view of the second moments in bitsandbytes' 8-bit AdamW.
 
-A moment is ``map[code] * scale``: a code of 8 bits and one fp32 scale for each 256 elements, the
-largest of them. bitsandbytes' own function unpacks whole factors, 4 bytes for every parameter of
-the adapter in every step; telemetry needs some thousands of elements. Codes and scales of all
-factors therefore stand in two flat buffers, of which the library's state is views, and an element
-is looked up there. Factors that are too small for 8 bits are kept in fp32, as the library does.
+A moment is ``map[code] * scale``: an 8-bit code per element and one fp32 scale (the largest value)
+per 256 elements. bitsandbytes can only dequantise entire factors, which costs 4 bytes per adapter
+parameter in every step, but telemetry needs only a few thousand elements. Codes and scales of all
+factors therefore live in two flat buffers, the library's state is views of them, and single
+elements are looked up. Factors too small for 8 bits stay in fp32, as in the library.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,22 @@ from torch import Tensor
 from kubelora_trainer.optim.flat_buffers import Slot
 
 BLOCK_8BIT = 256
-"""Elements that share one fp32 scale in bitsandbytes' state."""
+"""Number of elements that share one fp32 scale in bitsandbytes' state."""
 SMALLEST_8BIT = 4096
 """Factors with fewer elements than this stay in fp32, as in bitsandbytes."""
 CODES, SCALES, MAP = "state2", "absmax2", "qmap2"
-"""Names in bitsandbytes' state; that of the codes is also that of an fp32 moment."""
+"""Keys of bitsandbytes' state; an fp32 moment uses the key of the codes."""
 
 
 class EightBitMoment:
-    """Second moments of all factors, by position in the flat masters.
+    """Second moments of all factors, addressed by position in the flat masters.
 
-    decay: beta2. A factor's codes begin at a multiple of 256, so that a position's block is a
-    division.
+    Each factor's codes start at a multiple of 256, so that a position's block is a division.
+
+    Args:
+        slots: Layout of the factors.
+        decay: beta2.
+        device: Device of the state.
     """
 
     def __init__(self, slots: Sequence[Slot], decay: float, device: torch.device) -> None:
@@ -50,9 +54,9 @@ class EightBitMoment:
         self._looked_up: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def adopt(self, states: Sequence[dict[str, Tensor]]) -> None:
-        """Make each factor's state (in slot order) views of the flat buffers, keeping its values.
+        """Turn each factor's state into views of the flat buffers, keeping its values.
 
-        Does nothing where it is so already.
+        states: in slot order. Does nothing if they are views already.
         """
         for slot, state, place, coded in zip(
             self._slots, states, self._places, self._in_codes, strict=True
@@ -66,7 +70,7 @@ class EightBitMoment:
                 self._map = state[MAP]
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """The moments at these positions, fp32, to the bit as bitsandbytes unpacks them."""
+        """Return the moments at these positions in fp32, bit-identical to bitsandbytes' own."""
         assert dim == 0
         if self._looked_up is None or self._looked_up[0] is not index:
             slot = torch.bucketize(index, self._stops, right=True)

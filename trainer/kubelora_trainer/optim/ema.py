@@ -1,7 +1,7 @@
-"""A moving average of the weights: smoother than the weights of any one step.
+"""Exponential moving average (EMA) of the weights, which is smoother than those of any one step.
 
-One flat fp32 buffer beside the masters and one kernel a step. The decay is a function of the
-optimizer step, so that the buffer is all there is to save.
+It costs one flat fp32 buffer and one kernel per step. The decay is a function of the optimizer
+step, so the buffer is all that must be saved.
 """
 
 from collections.abc import Mapping
@@ -15,38 +15,40 @@ from kubelora_trainer.utils.stateful import check_like
 
 
 class ExponentialMovingAverage:
-    """The average of the masters, ``weights``: flat, fp32. It is a `Stateful`."""
+    """The average of the master weights, ``weights``: flat, fp32; a `Stateful`."""
 
     def __init__(self, buffers: AdapterBuffers, spec: Average) -> None:
         self._masters, self._spec = buffers.masters, spec
         self.weights = buffers.masters.float().clone()
 
     def update(self, step: int, non_finite: Tensor) -> None:
-        """Take in the masters after optimizer step ``step`` (from 0).
+        """Fold in the masters after optimizer step ``step`` (from 0).
 
-        non_finite: scalar on the device, 1.0 where the step moved nothing; then nothing moves here.
+        non_finite: scalar on the device, 1.0 if the step was skipped; the average is then
+            unchanged.
         """
         share = (1.0 - decay_at(self._spec, step)) * (1.0 - non_finite)
         self.weights.lerp_(self._masters.float(), share)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The average."""
+        """Return the average."""
         return {"weights": self.weights}
 
     def scalars(self) -> JsonObject:
-        """Nothing: the decay follows from the step."""
+        """Return nothing: the decay follows from the step."""
         return {}
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
-        """Take over what `tensors` gave."""
+        """Restore what `tensors` returned."""
         check_like(self.tensors(), tensors)
         self.weights.copy_(tensors["weights"])
 
 
 def decay_at(spec: Average, step: int) -> float:
-    """Share of the old average that optimizer step ``step`` (from 0) keeps.
+    """Compute the share of the old average that optimizer step ``step`` (from 0) keeps.
 
-    With warm-up that of diffusers' EMAModel: nothing at first, then (1 + n) / (10 + n) up to decay.
+    With warm-up it follows diffusers' EMAModel: 0 in the first step, then (1 + n) / (10 + n),
+    limited by ``decay``.
     """
     if not spec.warmup:
         return spec.decay
@@ -54,5 +56,5 @@ def decay_at(spec: Average, step: int) -> float:
 
 
 def build_ema(buffers: AdapterBuffers, spec: Average) -> ExponentialMovingAverage | None:
-    """The average that ``training.ema`` asks for, or None."""
+    """Build the average that ``training.ema`` asks for, or return None."""
     return ExponentialMovingAverage(buffers, spec) if spec.enabled else None

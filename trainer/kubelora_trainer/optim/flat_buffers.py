@@ -1,16 +1,16 @@
-"""The adapter's flat buffers: working copy, gradient accumulator, master weights.
+"""Flat buffers of the adapter: working copy, gradient accumulator, master weights.
 
-Autograd gives a gradient the parameter's own type, so a bf16 parameter sums its micro-batches in
-bf16 and loses small ones. Here every ``p.grad`` is a view of one flat buffer whose type is chosen
-(``Tensor.grad_dtype``), and the optimizer updates separate masters of a type of their own. Flat
-buffers make telemetry, normalising, clipping and checkpoints a handful of kernels; views keep the
-true shapes for the optimizer.
+Autograd gives a gradient the parameter's type, so a bf16 parameter would sum its micro-batches in
+bf16 and lose small ones. Here every ``p.grad`` is a view of one flat buffer of a chosen type
+(``Tensor.grad_dtype``), and the optimizer updates separate master weights of their own type. With
+flat buffers, telemetry, normalisation, clipping and checkpoints take a handful of kernels; views
+give the optimizer the true shapes.
 
 A bf16 working copy rounds lora_A and lora_B as any bf16 pass would. DoRA's magnitudes are as large
-as the norms of the weights and move by 1e-4 of that in a step, below bf16's spacing of 4e-3 to
-8e-3: passes read their masters themselves.
+as the norms of the weights and change by 1e-4 of that per step, which is below bf16's spacing of
+4e-3 to 8e-3; so forward and backward passes read their master weights directly.
 
-Slots are ordered by group (``down.lora_A``), so that a group is one contiguous range; magnitudes
+Slots are ordered by group (``down.lora_A``), so that each group is one contiguous range; magnitudes
 come last.
 """
 
@@ -35,7 +35,10 @@ from kubelora_trainer.utils.stateful import check_like
 class Factor:
     """One trainable tensor of the adapter.
 
-    module: name of the layer it belongs to. group: ``block.factor``, such as ``down.lora_A``.
+    Attributes:
+        module: Name of the layer it belongs to.
+        group: ``block.factor``, such as ``down.lora_A``.
+        parameter: The model's parameter.
     """
 
     module: str
@@ -49,13 +52,13 @@ class Factor:
 
     @cached_property
     def is_magnitude(self) -> bool:
-        """Whether passes read the master itself, and weight decay leaves it alone."""
+        """True if passes read the master weight itself and weight decay does not apply."""
         return is_magnitude(self.group)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a factor lies in every flat buffer: elements ``start`` to ``stop``."""
+    """The location of a factor in every flat buffer: elements ``start`` to ``stop``."""
 
     factor: Factor
     start: int
@@ -67,13 +70,13 @@ class Slot:
         return self.start + prod(self.shape)
 
     def of(self, flat: Tensor) -> Tensor:
-        """The slot's view of ``flat``, in the factor's true shape."""
+        """Return the slot's view of ``flat``, in the factor's true shape."""
         return flat[self.start : self.stop].view(self.shape)
 
 
 @dataclass(frozen=True)
 class GroupRange:
-    """A group's contiguous range of elements. slots: its places among the slots."""
+    """A group's contiguous range of elements; ``slots`` are its indices among the slots."""
 
     name: str
     start: int
@@ -82,16 +85,18 @@ class GroupRange:
 
 
 class AdapterBuffers:
-    """Flat buffers over all factors, and the views that tie them to autograd and the optimizer.
+    """Flat buffers over all factors, and the views that connect them to autograd and the optimizer.
 
-    working: type ``plan.compute``; the parameters of the model are views of it, but for magnitudes,
-    which are views of the masters and which it does not hold. The masters where the types agree.
-    gradient: type ``plan.accumulator``; every ``parameter.grad`` is a view of it.
-    reduced: the gradient, and ``tail`` elements behind it that are summed over ranks with it.
-    masters: type ``plan.masters``; the working copy itself where the types agree.
-    optimizer_gradient: what the optimizer reads, in the masters' type; the gradient buffer itself
-    where the types agree.
-    master_parameters: per-factor parameters over the masters, in slot order.
+    Buffers of equal type share memory.
+
+    Attributes:
+        working: Type ``plan.compute``. The model's parameters are views of it, except magnitudes,
+            which are views of the masters.
+        gradient: Type ``plan.accumulator``. Every ``parameter.grad`` is a view of it.
+        reduced: The gradient followed by ``tail`` elements that are all-reduced with it.
+        masters: Type ``plan.masters``.
+        optimizer_gradient: The gradient that the optimizer reads, in the masters' type.
+        master_parameters: Per-factor parameters over the masters, in slot order.
     """
 
     def __init__(self, factors: Iterable[Factor], plan: PrecisionPlan, tail: int = 0) -> None:
@@ -119,17 +124,18 @@ class AdapterBuffers:
         )
         self.master_parameters = tuple(self._bind(slot) for slot in self.slots)
 
-    def computed_with(self, slot: Slot) -> Tensor:
-        """The slot's numbers as the passes read them."""
+    def compute_view(self, slot: Slot) -> Tensor:
+        """Return the slot's weights as forward and backward passes read them."""
         return slot.of(self._read_from(slot))
 
     def _read_from(self, slot: Slot) -> Tensor:
         return self.masters if slot.factor.is_magnitude else self.working
 
     def _bind(self, slot: Slot) -> Parameter:
-        """Make the model's parameter a view of the buffers; return the one the optimizer gets."""
+        """Make the model's parameter a view of the buffers; return the one for the optimizer."""
         parameter = slot.factor.parameter
-        parameter.data = self.computed_with(slot)
+        parameter.data = self.compute_view(slot)
+        # grad_dtype can only be set while there is no gradient.
         parameter.grad = None
         parameter.grad_dtype = self.plan.accumulator
         parameter.grad = slot.of(self.gradient)
@@ -141,8 +147,8 @@ class AdapterBuffers:
         return master
 
     @contextmanager
-    def gradients_aside(self) -> Iterator[None]:
-        """No parameter has a gradient meanwhile; the buffer keeps them and they are bound again."""
+    def detached_gradients(self) -> Iterator[None]:
+        """Detach all gradients from their parameters temporarily; the buffer keeps its values."""
         for slot in self.slots:
             slot.factor.parameter.grad = None
         try:
@@ -156,7 +162,7 @@ class AdapterBuffers:
         self.gradient.zero_()
 
     def normalise(self, samples: int) -> None:
-        """Turn the sum over samples into their mean, by the samples actually seen."""
+        """Divide the sum over samples by the number of samples actually seen."""
         if samples < 1:
             raise ValueError("a window without samples has no mean gradient")
         self.gradient.div_(samples)
@@ -165,8 +171,8 @@ class AdapterBuffers:
         """Multiply the gradient by a scalar tensor (clipping), without a host sync."""
         self.gradient.mul_(factor)
 
-    def hand_to_optimizer(self) -> None:
-        """Bring the finished gradient into the masters' type, where it differs."""
+    def cast_gradient(self) -> None:
+        """Cast the finished gradient to the masters' type, if it differs."""
         if self.optimizer_gradient is not self.gradient:
             self.optimizer_gradient.copy_(self.gradient)
 
@@ -176,12 +182,12 @@ class AdapterBuffers:
             self.working.copy_(self._rounded)
 
     def by_factor(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of ``flat``, which is laid out like the masters, by the factors' names."""
+        """Return views of ``flat``, which is laid out like the masters, by factor name."""
         return {slot.factor.name: slot.of(flat) for slot in self.slots}
 
     @contextmanager
-    def showing(self, weights: Tensor) -> Iterator[None]:
-        """Let the model compute with other ``weights`` (flat), and put its own back to the bit."""
+    def using_weights(self, weights: Tensor) -> Iterator[None]:
+        """Compute with other ``weights`` (flat) temporarily, then restore the model's own bits."""
         read = [self.working]
         if self.working is not self.masters:
             read.append(self.masters[self.working.numel() :])  # magnitudes
@@ -195,31 +201,31 @@ class AdapterBuffers:
                 part.copy_(before)
 
     def copy_bytes(self) -> dict[str, int]:
-        """Memory of each copy of the adapter, by name; a shared copy is counted once."""
+        """Return the memory of each copy of the adapter by name; a shared copy is counted once."""
         costs = {name: size * self.numel for name, size in self.plan.bytes_per_parameter().items()}
         if self.working is not self.masters:
             costs["working copy"] = self.working.nbytes
         return costs
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What a checkpoint needs: the masters, and the sum of the unfinished window."""
+        """Return the state of a checkpoint: the masters, and the sum of the unfinished window."""
         return {"masters": self.masters, "gradient": self.gradient}
 
     def scalars(self) -> JsonObject:
-        """Nothing: all state is tensors."""
+        """Return nothing: all state is tensors."""
         return {}
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
-        """Take over what ``tensors`` gave, and publish the masters."""
+        """Restore what ``tensors`` returned, and publish the masters."""
         check_like(self.tensors(), tensors)
         self.masters.copy_(tensors["masters"])
         self.gradient.copy_(tensors["gradient"])
         self.publish_masters()
 
     def assert_bound(self) -> None:
-        """Check that every parameter and gradient still is the buffers' own memory.
+        """Check that every parameter and gradient still uses the buffers' memory.
 
-        Cheap (no device work), so it runs every step. Raises NumericalError naming the factor.
+        It needs no device work, so it runs in every step. Raises NumericalError naming the factor.
         """
         for slot, master in zip(self.slots, self.master_parameters, strict=True):
             parameter = slot.factor.parameter

@@ -1,11 +1,11 @@
-"""Loss scaling for fp16: its range ends where the gradients of a LoRA begin.
+"""Dynamic loss scaling for fp16, whose range ends where a LoRA's gradients begin.
 
     Micikevicius et al. 2018, "Mixed precision training", sec. 3.2
 
 The loss is multiplied by a scale before the backward pass, so that gradients fit fp16's range
-(6e-8 to 65,504); the accumulator is fp32 and takes the scale out again. Too large a scale makes a
-gradient infinite: that step moves nothing and the scale is halved. Scales are powers of two, so
-scaling itself rounds nothing. All state stays on the device; nothing waits to know.
+(6e-8 to 65,504); the fp32 accumulator divides the scale out again. If the scale is too large, a
+gradient becomes infinite: that step is skipped and the scale is halved. Scales are powers of two,
+so scaling itself rounds nothing. All state stays on the device, and the host never waits for it.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,17 @@ from torch import Tensor
 from kubelora_api.schema import JsonObject
 from kubelora_trainer.utils.stateful import check_like
 
-FIRST_SCALE = 2.0**16
+FIRST_SCALE = 2.0**16  # PyTorch's GradScaler's init_scale
 GROWTH_STEPS = 2000
-"""Good steps in a row after which the scale is doubled: PyTorch's GradScaler's."""
+"""Consecutive finite steps after which the scale is doubled, as in PyTorch's GradScaler."""
 
 
 class LossScaler:
-    """The scale, and what it has met. A `Stateful`.
+    """The scale and its history; a `Stateful`.
 
-    scale: fp32 scalar on the device, changed in place between windows alone. skipped: fp64 scalar,
-    steps that moved nothing because the scale was too large.
+    Attributes:
+        scale: fp32 scalar on the device, changed in place and only between windows.
+        skipped: fp64 scalar, number of steps skipped because the scale was too large.
     """
 
     def __init__(self, device: torch.device, growth_steps: int = GROWTH_STEPS) -> None:
@@ -36,18 +37,18 @@ class LossScaler:
         self._good_steps = torch.zeros((), dtype=torch.float64, device=device)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate."""
+        """Scale the loss for the backward pass."""
         return loss * self.scale
 
     @property
     def inverse(self) -> Tensor:
-        """What the summed gradient is multiplied by; exact, for the scale is a power of two."""
+        """Factor for the summed gradient; exact, because the scale is a power of two."""
         return self.scale.reciprocal()
 
     def update(self, non_finite: Tensor) -> None:
-        """After a step: halve the scale where it failed, double it after enough good ones.
+        """Halve the scale after a failed step, double it after enough finite ones.
 
-        non_finite: scalar on the device, 1.0 where the gradient was not finite.
+        non_finite: scalar on the device, 1.0 if the gradient was not finite.
         """
         failed = non_finite > 0
         good = torch.where(failed, 0.0, self._good_steps + 1)
@@ -58,19 +59,19 @@ class LossScaler:
         self.skipped.add_(failed)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Everything."""
+        """Return all state."""
         return {"scale": self.scale, "good_steps": self._good_steps, "skipped": self.skipped}
 
     def scalars(self) -> JsonObject:
-        """Nothing: all state is tensors."""
+        """Return nothing: all state is tensors."""
         return {}
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
-        """Take over what ``tensors`` gave."""
+        """Restore what ``tensors`` returned."""
         check_like(self.tensors(), tensors)
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
 
 
 LEAST_SCALE: Final = 1.0
-"""Of the loss; a gradient that is not finite at this scale is not the scale's fault."""
+"""Smallest loss scale; a gradient that is not finite at this scale has another cause."""

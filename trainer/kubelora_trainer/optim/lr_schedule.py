@@ -1,7 +1,7 @@
 """Learning rate as a pure function of the optimizer step.
 
-No scheduler object, hence no state to save: a resumed run computes the same rates. The formulas
-are those of diffusers' and transformers' schedulers of the same names.
+There is no scheduler object and hence no state to save: a resumed run computes the same rates. The
+formulas are those of the schedulers of the same names in diffusers and transformers.
 """
 
 import math
@@ -10,15 +10,26 @@ from kubelora_api.training_spec import Schedule, Training
 
 
 def learning_rate(training: Training, step: int, total_steps: int) -> float:
-    """Rate of optimizer step ``step`` (from 0) of ``total_steps``."""
+    """Compute the rate of optimizer step ``step`` (from 0).
+
+    Args:
+        training: The job's ``spec.training``.
+        step: Optimizer step, from 0.
+        total_steps: Number of optimizer steps of the run.
+    """
     return training.peak_rate * rate_share(training.schedule, step, total_steps)
 
 
 def rate_share(schedule: Schedule, step: int, total_steps: int) -> float:
-    """Share of the peak rate, 0 to 1.
+    """Compute the fraction of the peak rate, 0 to 1.
 
-    Warm-up rises linearly from 0 over ``warmupSteps``; then the rate stays (constant) or falls, so
+    Warm-up rises linearly from 0 over ``warmupSteps``. Then the rate stays (constant) or decays so
     that it would reach its end right after the last step.
+
+    Args:
+        schedule: The job's ``training.schedule``.
+        step: Optimizer step, from 0.
+        total_steps: Number of optimizer steps of the run.
     """
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps
@@ -39,14 +50,17 @@ def rate_share(schedule: Schedule, step: int, total_steps: int) -> float:
 
 
 def steps_that_moved(training: Training, step: int, skipped: int = 0) -> int:
-    """How many of the first ``step`` optimizer steps moved something, at least.
+    """Count those of the first ``step`` optimizer steps that changed weights, at least.
 
-    Warm-up begins with a rate of 0. skipped: those that a loss scaler skipped.
+    Args:
+        training: The job's ``spec.training``; warm-up begins with a rate of 0.
+        step: Number of optimizer steps done.
+        skipped: Number of steps that the loss scaler skipped.
     """
     still = 1 if training.schedule.warmup_steps else 0
     return max(0, step - skipped - still)
 
 
 def _half_cosine(done: float) -> float:
-    """From 1 to 0 while ``done`` goes from 0 to 1."""
+    """Fall from 1 to 0 while ``done`` rises from 0 to 1."""
     return 0.5 * (1.0 + math.cos(math.pi * done))

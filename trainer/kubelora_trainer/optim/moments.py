@@ -1,4 +1,4 @@
-"""What telemetry reads of an optimizer's state."""
+"""Interfaces through which telemetry reads an optimizer's state."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,17 +7,19 @@ from torch import Tensor
 
 
 class Elements(Protocol):
-    """What elements can be taken from by their position: a flat tensor, or what stands for one."""
+    """A source of elements by position: a flat tensor, or a quantised one."""
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Those at ``index`` along dimension 0."""
+        """Return the elements at ``index`` along dimension 0."""
 
 
 @dataclass(frozen=True)
 class Damping:
-    """An Adam-like step divides by ``sqrt(second_moment / correction) + eps``.
+    """The denominator of an Adam-like step: ``sqrt(second_moment / correction) + eps``.
 
-    correction: 1 - beta2^t, or 1 without bias correction. Numbers, or scalars on the device.
+    Attributes:
+        eps: Number, or scalar on the device.
+        correction: 1 - beta2^t, or 1 without bias correction; number, or scalar on the device.
     """
 
     eps: float | Tensor
@@ -25,9 +27,9 @@ class Damping:
 
 
 class Moments(Protocol):
-    """What the telemetry looks at in an optimizer: flat tensors laid out like the masters.
+    """What telemetry reads of an optimizer: flat tensors laid out like the masters.
 
-    Asked in every step, before and after it. None where the optimizer has no such thing.
+    It is read before and after every step. A property is None if the optimizer has no such state.
     """
 
     @property
@@ -36,12 +38,12 @@ class Moments(Protocol):
 
     @property
     def second_moment(self) -> Elements | None:
-        """Running mean of squared gradients, element by element."""
+        """Running mean of squared gradients, per element."""
 
     @property
     def shadow_decay(self) -> float | None:
-        """beta2 where second moments share a scale, and must be followed in fp32; else None."""
+        """beta2 if second moments are quantised and must be tracked in fp32; else None."""
 
     @property
     def damping(self) -> Damping | None:
-        """How the second moment is used; None where the step has another form."""
+        """Denominator of the step; None if the step has another form."""

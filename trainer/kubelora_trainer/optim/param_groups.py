@@ -1,7 +1,7 @@
-"""How the learning rate of each factor relates to the schedule's.
+"""Parameter groups: the learning rate of each factor relative to the schedule's.
 
 A factor's rate is a fixed multiple of it: by ``training.learningRates`` (text encoders, blocks) and
-``training.loraPlusRatio`` (LoRA+, Hayou et al.: lora_B wants a larger rate than lora_A).
+``training.loraPlusRatio`` (LoRA+, Hayou et al. 2024: lora_B needs a larger rate than lora_A).
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from torch.nn import Parameter
 
 from kubelora_api.training_spec import Training
-from kubelora_trainer.lora.target_modules import matches, refuse_unmatched
+from kubelora_trainer.lora.target_modules import matches, require_matches
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Slot
 
 
 def rate_scales(slots: Sequence[Slot], training: Training) -> list[float]:
-    """What the schedule's rate is multiplied by, for each factor in slot order.
+    """Compute the learning-rate multiplier of each factor, in slot order.
 
-    Raises ConfigurationError for a pattern that no factor's name matches.
+    Raises ConfigurationError for a pattern that matches no factor.
     """
     names = [slot.factor.name for slot in slots]
-    refuse_unmatched(
+    require_matches(
         "training.learningRates",
         training.learning_rates,
         names,
@@ -36,10 +36,10 @@ def _scale(name: str, training: Training) -> float:
 
 
 def rate_groups(buffers: AdapterBuffers, scales: Sequence[float]) -> list[dict[str, object]]:
-    """Parameter groups of equal ``scale`` (what the learning rate is multiplied by).
+    """Build parameter groups of equal ``scale`` (the learning-rate multiplier).
 
-    Magnitudes are groups of their own without weight decay: 0 is no rest for the norm of a weight,
-    it takes the base model's layer away.
+    Magnitudes get groups of their own without weight decay, because decaying a weight's norm
+    towards 0 would remove the base model's layer.
     """
     groups: dict[tuple[float, bool], list[Parameter]] = {}
     for slot, master, scale in zip(buffers.slots, buffers.master_parameters, scales, strict=True):

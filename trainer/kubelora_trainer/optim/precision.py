@@ -1,7 +1,7 @@
-"""Which floating-point type each copy of the adapter has, what that costs, and what it may lose.
+"""Floating-point types of the adapter's copies, their memory, and what they can lose.
 
-Apart from the buffers themselves, so that the choice can be printed, compared and tested without
-a model.
+This is separate from the buffers, so that the choice can be printed, compared and tested without a
+model.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ NAMES: dict[torch.dtype, ComputeType] = {dtype: name for name, dtype in DTYPES.i
 
 
 def is_magnitude(group: str) -> bool:
-    """Whether a group is of magnitudes, which passes read as the masters hold them."""
+    """Return True for a group of magnitudes, which passes read in the masters' precision."""
     return group.rpartition(".")[2] == MAGNITUDE
 
 
@@ -31,9 +31,10 @@ def is_magnitude(group: str) -> bool:
 class PrecisionPlan:
     """Types of the adapter's copies.
 
-    compute: the working copy that forward and backward passes read.
-    accumulator: the buffer that sums gradients over a window.
-    masters: the weights that the optimizer updates.
+    Attributes:
+        compute: The working copy that forward and backward passes read.
+        accumulator: The buffer that sums gradients over a window.
+        masters: The weights that the optimizer updates.
     """
 
     compute: torch.dtype
@@ -41,9 +42,9 @@ class PrecisionPlan:
     masters: torch.dtype
 
     def narrowest_in(self, group: str) -> torch.dtype:
-        """The type that makes the most gradients of a group zero: fp16, which has the least range.
+        """Return the type that flushes most gradients of a group to zero; fp16 has the least range.
 
-        Those of magnitudes are computed in the masters' type.
+        Gradients of magnitudes are computed in the masters' type.
         """
         used = {self.accumulator, self.masters}
         if not is_magnitude(group):
@@ -54,11 +55,11 @@ class PrecisionPlan:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients pass through a type that is too narrow for them."""
+        """True if gradients pass through a type whose range is too narrow for them."""
         return self.compute == torch.float16
 
     def bytes_per_parameter(self) -> dict[str, int]:
-        """Bytes that one adapter parameter costs, by copy; a shared copy is counted once."""
+        """Return the bytes per adapter parameter of each copy; a shared copy is counted once."""
         copies = {"working copy": self.compute.itemsize, "gradients": self.accumulator.itemsize}
         if self.masters != self.compute:
             copies["master weights"] = self.masters.itemsize
@@ -68,7 +69,7 @@ class PrecisionPlan:
 
 
 def plan_precision(precision: Precision) -> PrecisionPlan:
-    """The plan that ``spec.precision`` asks for."""
+    """Convert ``spec.precision`` to torch types."""
     return PrecisionPlan(
         compute=DTYPES[precision.compute],
         accumulator=DTYPES[precision.accumulator],
@@ -77,22 +78,22 @@ def plan_precision(precision: Precision) -> PrecisionPlan:
 
 
 def describe_memory(costs: Mapping[str, int]) -> str:
-    """One line: what each copy of the adapter, and what is kept beside them, costs in bytes."""
+    """Summarise in one line what each copy of the adapter and the optimizer state cost in bytes."""
     parts = [f"{name} {bytes_text(size)}" for name, size in costs.items()]
     return f"{', '.join(parts)}; together {bytes_text(sum(costs.values()))}"
 
 
 def lossy_warnings(plan: PrecisionPlan) -> list[str]:
-    """What the plan is known to lose, one sentence each; empty for the defaults."""
+    """Describe what the plan is known to lose, one sentence each; empty for the defaults."""
     warnings = []
     if plan.accumulator == torch.bfloat16:
         warnings.append(
             "precision.accumulator is bf16: a micro-batch's gradient that is 256 times smaller "
-            "than the sum so far vanishes in it"
+            "than the sum so far is lost"
         )
     if plan.masters == torch.bfloat16:
         warnings.append(
             "precision.masterWeights is bf16: an update smaller than about 1/512 of the weight "
-            "changes nothing"
+            "is lost"
         )
     return warnings

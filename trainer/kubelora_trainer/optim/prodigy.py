@@ -19,6 +19,7 @@ from kubelora_trainer.optim.third_party import (
 )
 
 USUAL_RATES = (0.1, 10.0)
+"""Range of multipliers around Prodigy's intended 1; beyond it, an AdamW rate was left in place."""
 # Numbers of a parameter group that hold the estimate of the rate.
 _ESTIMATE = ("d", "d_max", "d_hat", "d_numerator", "d_denom", "k")
 
@@ -46,7 +47,7 @@ def build_prodigy(
         group=_ESTIMATE,
         first=first,
         second="exp_avg_sq",
-        # Its moments are of gradients times d, and so is its eps; the rate carries the correction.
+        # Prodigy scales gradients and eps by d; bias correction is part of its learning rate.
         damping=lambda group, steps: Damping(eps=group["d"] * group["eps"], correction=1.0),
     )
     copies = 4 if first else 3  # moments, the first weights, the sum behind the estimate
@@ -61,7 +62,8 @@ def rate_warning(training: Training) -> str | None:
     least, most = USUAL_RATES
     if training.optimizer.finds_rate and not least <= training.peak_rate <= most:
         return (
-            f"training.learningRate is {training.peak_rate:g}, and prodigy multiplies the rate "
-            "that it finds by it: leave it out (1), and tune optimizer.rateCoefficient"
+            f"training.learningRate is {training.peak_rate:g}, and prodigy multiplies its own "
+            "estimate of the rate by it: remove it (the default is 1) and tune "
+            "optimizer.rateCoefficient instead"
         )
     return None

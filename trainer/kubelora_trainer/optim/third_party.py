@@ -1,9 +1,9 @@
-"""Any optimizer of a library, on per-factor views of the flat masters.
+"""Adapter of any third-party optimizer to per-factor views of the flat master weights.
 
-The libraries make their state in the first step, each in its own way, and none knows how to leave
-everything as it is when a gradient is not finite. Both is dealt with here: state is saved and taken
-over factor by factor, and a step whose gradient must not be used is not begun. To know that, the
-host waits for the device once per optimizer step (the fused AdamW alone decides on the device).
+The libraries create their state in the first step, each in its own way, and none of them can skip a
+step on the device when a gradient is not finite. Both are handled here: state is saved and restored
+factor by factor, and a step whose gradient must not be used is never started. For that the host
+waits for the device once per optimizer step (only the fused AdamW decides on the device).
 """
 
 import logging
@@ -27,12 +27,15 @@ from kubelora_trainer.utils.stateful import check_like
 
 @dataclass(frozen=True)
 class LibraryState:
-    """How a library keeps its state.
+    """Description of how a library stores its state.
 
-    group: numbers of the parameter groups that change from step to step. constants: tensors that
-    never change. first, second: names of the moments, where they are kept element by element in
-    fp32. damping: how the step uses the second moment, from a parameter group and the steps done.
-    text: for people.
+    Attributes:
+        text: Format of the state, for people.
+        group: Keys of the parameter groups whose values change from step to step.
+        constants: Keys of tensors that never change.
+        first: Key of the first moment, if it is stored per element in fp32.
+        second: Key of the second moment, if it is stored per element in fp32.
+        damping: Denominator of the step, from a parameter group and the number of steps done.
     """
 
     text: str
@@ -44,10 +47,14 @@ class LibraryState:
 
 
 class LibraryOptimizer:
-    """``library`` over the masters of ``buffers``; see `AdapterOptimizer`.
+    """A third-party optimizer over the masters of ``buffers``; see `AdapterOptimizer`.
 
-    library: made over the groups of `rate_groups`. state_bytes: memory of its whole state.
-    eight_bits: its second moments, where they are kept so.
+    Args:
+        buffers: Flat buffers of the adapter.
+        library: The optimizer, built over the groups of `rate_groups`.
+        state: Description of its state.
+        state_bytes: Memory of its entire state.
+        eight_bits: Its second moments, if they are stored in 8 bits.
     """
 
     def __init__(
@@ -70,27 +77,27 @@ class LibraryOptimizer:
 
     @property
     def first_moment(self) -> Tensor | None:
-        """Momentum, flat; None where the library keeps none element by element."""
+        """Momentum, flat; None if the library stores none per element."""
         return self._moments.get(self._state.first or "")
 
     @property
     def second_moment(self) -> Elements | None:
-        """Mean of squared gradients, flat; None where there is none, or a factored one."""
+        """Mean of squared gradients, flat; None if there is none or it is factored."""
         return self._eight_bits or self._moments.get(self._state.second or "")
 
     @property
     def shadow_decay(self) -> float | None:
-        """beta2 where second moments are in 8 bits."""
+        """beta2 if second moments are stored in 8 bits."""
         return self._eight_bits.decay if self._eight_bits else None
 
     @property
     def own_rate(self) -> float:
-        """The rate that the library found (Prodigy's d), where it looks for one."""
+        """The rate that the library estimated (Prodigy's d), else 1."""
         return float(self._library.param_groups[0].get("d", 1.0))
 
     @property
     def damping(self) -> Damping | None:
-        """How the second moment is used; None where the step has another form."""
+        """Denominator of the step; None if the step has another form."""
         damping = self._state.damping
         if damping is None:
             return None
@@ -99,15 +106,15 @@ class LibraryOptimizer:
 
     @property
     def steps_done(self) -> int:
-        """Steps that the state has taken in, of the factor that has the fewest."""
+        """Steps that updated the state, of the factor with the fewest."""
         kept = self._library.state
         return min(int(kept.get(m, {}).get("step", 0)) for m in self._buffers.master_parameters)
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
-        """Update the masters and publish them; nothing at all where the gradient is not finite."""
+        """Update the masters and publish them; skip the step if the gradient is not finite."""
         if bool(non_finite):
             return
-        self._buffers.hand_to_optimizer()
+        self._buffers.cast_gradient()
         for group in self._library.param_groups:
             group["lr"] = learning_rate * group["scale"]
         self._library.step()
@@ -115,7 +122,7 @@ class LibraryOptimizer:
         self._buffers.publish_masters()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The state of each factor as ``factor/name``; nothing before the first step."""
+        """Return the state of each factor as ``factor/name``; empty before the first step."""
         return {
             f"{factor}/{name}": value
             for factor, state in self._by_factor()
@@ -124,7 +131,7 @@ class LibraryOptimizer:
         }
 
     def scalars(self) -> JsonObject:
-        """Numbers of the factors and of the parameter groups."""
+        """Return the scalar state of the factors and of the parameter groups."""
         return {
             "factors": {
                 factor: {n: v for n, v in state.items() if not isinstance(v, Tensor)}
@@ -137,7 +144,7 @@ class LibraryOptimizer:
         }
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
-        """Take over what `tensors` and `scalars` gave. Raises ValueError where it can't fit."""
+        """Restore what `tensors` and `scalars` returned. Raises ValueError if it does not fit."""
         self._check(tensors, scalars)
         for slot, master in zip(self._buffers.slots, self._buffers.master_parameters, strict=True):
             state = self._library.state[master]
@@ -157,14 +164,14 @@ class LibraryOptimizer:
         names = {factor: set[str]() for factor in known}
         for factor, _, name in (key.rpartition("/") for key in tensors):
             if factor not in known:
-                raise ValueError(f"{factor} is not known")
+                raise ValueError(f"{factor} is not a factor of this adapter")
             names[factor].add(name)
-        # A library that makes its state in the first step can't say what it should be.
+        # Before its first step a library has no state to compare with: only check completeness.
         if tensors and (without := [factor for factor, kept in names.items() if not kept]):
             raise ValueError(f"the state of {min(without)} is missing")
         saved, own = scalars["groups"], self.scalars()["groups"]
         if len(saved) != len(own):
-            raise ValueError("other parameter groups")
+            raise ValueError(f"{len(saved)} parameter groups were saved, this run has {len(own)}")
         for theirs, ours in zip(saved, own, strict=True):
             if absent := sorted(ours.keys() - theirs.keys()):
                 raise ValueError(f"the parameter group's {absent[0]} is missing")
@@ -175,13 +182,13 @@ class LibraryOptimizer:
         return [(slot.factor.name, kept[master]) for slot, master in masters if kept.get(master)]
 
     def _adopt_all(self) -> None:
-        if self._eight_bits:  # bitsandbytes keeps what it was given
+        if self._eight_bits:  # once adopted, bitsandbytes updates the views in place
             masters = self._buffers.master_parameters
             self._eight_bits.adopt([self._library.state[master] for master in masters])
         self._adopt_moments()
 
     def _adopt_moments(self) -> None:
-        """Make the moments views of the flat buffers, once the library has made them."""
+        """Make the moments views of the flat buffers, once the library has created them."""
         for name, flat in self._moments.items():
             for slot, master in zip(
                 self._buffers.slots, self._buffers.master_parameters, strict=True

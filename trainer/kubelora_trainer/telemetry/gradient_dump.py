@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from kubelora_api.gradient_dump_spec import DumpGradients
 from kubelora_api.names import OutputPath
 from kubelora_trainer.data.sampler import ALL_MICRO_STEPS, Share
-from kubelora_trainer.lora.target_modules import matches, refuse_unmatched
+from kubelora_trainer.lora.target_modules import matches, require_matches
 from kubelora_trainer.optim.flat_buffers import Slot
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.telemetry.dump_condition import parse_condition
@@ -170,7 +170,7 @@ def chosen_slots(slots: Sequence[Slot], patterns: Sequence[str]) -> list[Slot]:
     Raises ConfigurationError for a pattern that matches none.
     """
     names = {slot: (slot.factor.module, slot.factor.name) for slot in slots}
-    refuse_unmatched(
+    require_matches(
         "health.dumpGradients.modules",
         patterns,
         [name for both in names.values() for name in both],

@@ -97,7 +97,7 @@ def _without_gradients(compiled: Callable[..., Any], buffers: AdapterBuffers) ->
     """
 
     def forward(*arguments: Any, **named: Any) -> Any:
-        with buffers.gradients_aside():
+        with buffers.detached_gradients():
             return compiled(*arguments, **named)
 
     return forward

@@ -85,5 +85,5 @@ class RunHooks:
         every = self.run.job.spec.validation.every_steps
         due = every and reached.step % every == 0 and reached.step < self.plan.optimizer_steps
         if due and self.run.first:
-            with self.state.buffers.showing(self.state.result):
+            with self.state.buffers.using_weights(self.state.result):
                 draw(self.run, self.folder, self.inputs, reached.step)

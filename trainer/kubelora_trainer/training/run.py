@@ -201,7 +201,7 @@ def _train_and_export(
     if isinstance(run_log, NoLog):
         return _wait_for_first(run, position.step, plan.optimizer_steps), []
     reporter.phase("Exporting")
-    with buffers.showing(state.result):
+    with buffers.using_weights(state.result):
         artifacts = export_adapter(folder, inputs, buffers.by_factor(state.result), run.warn)
         draw(run, folder, inputs, position.step)
     _leave_if_asked(run, position.step, plan.optimizer_steps)
