@@ -1,10 +1,9 @@
-"""The alert rules as data: one for each thing that can be found, and a few for jobs and operator.
+"""The alert rules as data: one per finding, and a few for jobs and the operator.
 
-Limits, windows and severities come from the table that the in-pod watchdog reads too, metric
-names from the contract, so an alert cannot drift from what the trainer judges and exports. Limits
-that hold for every run are judged here anew, from the metrics; what takes more than a metric to
-judge follows the watchdog's own word. What the person who installs the chart decides (`Knob`) stays
-a placeholder that the chart fills in.
+Limits, windows and severities come from the table used by the in-pod watchdog, metric names from
+the contract, so an alert cannot diverge from what the trainer checks and exports. Limits that apply
+to every run are evaluated on the metrics; other findings follow the watchdog's gauge. Values of the
+chart (`Knob`) stay placeholders that the chart replaces.
 """
 
 from dataclasses import dataclass, field
@@ -16,11 +15,11 @@ from kubelora_api.names import LABEL_JOB, LABEL_NAME, OPERATOR_APP, SHORT_NAME
 from kubelora_api.thresholds import FINDINGS, THRESHOLDS, Event, Threshold
 
 JOB_LABELS = "namespace, name"
-"""What tells a training job: the pod's namespace, and the name that its PodMonitor reads off it."""
+"""Labels that identify a job: the pod's namespace, and the job name set by the PodMonitor."""
 
 
 class Knob(StrEnum):
-    """A value of the chart, as it stands in the generated file."""
+    """Placeholders for values of the chart."""
 
     FOR = "$(for)"
     WINDOW = "$(window)"
@@ -40,13 +39,13 @@ class Record:
     expr: str
 
     def document(self) -> dict[str, Any]:
-        """As Prometheus reads it."""
+        """Return the rule in Prometheus' format."""
         return {"record": self.name, "expr": self.expr}
 
 
 @dataclass(frozen=True)
 class Alert:
-    """An alerting rule. hold: how long it must be true; empty fires at once."""
+    """An alerting rule. ``hold`` is its ``for``; empty fires at once."""
 
     name: str
     expr: str
@@ -58,13 +57,13 @@ class Alert:
 
     @property
     def runbook(self) -> str:
-        """The section of the documentation that says what to do, from docs/ on."""
+        """The section of the documentation on this alert, relative to docs/."""
         if finding := self.labels.get("finding"):
             return f"findings.md#{finding.lower()}"
         return f"alerts.md#{self.name.lower()}"
 
     def document(self) -> dict[str, Any]:
-        """As Prometheus reads it; the chart takes ``runbook_url`` away where it has no base."""
+        """Return the rule in Prometheus' format; the chart drops ``runbook_url`` without a base."""
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -79,24 +78,24 @@ class Alert:
 
 
 def groups() -> list[dict[str, Any]]:
-    """All rule groups, as under ``groups`` of a rule file."""
+    """Build all rule groups, as under ``groups`` of a rule file."""
     judged = [rule.document() for t in judged_here() for rule in rules_of(t)]
-    told = [told_by_watchdog(f).document() for f in FINDINGS if f not in judged_here()]
+    reported = [watchdog_alert(f).document() for f in FINDINGS if f not in judged_here()]
     jobs = [job_failed(), training_stalled(), telemetry_missing(), operator_absent()]
     return [
-        # Judged as often as it is scraped: every sample counts once in a median.
-        {"name": "kubelora-numerics", "interval": str(Knob.INTERVAL), "rules": judged + told},
+        # Evaluated as often as it is scraped, so that every sample counts once in a median.
+        {"name": "kubelora-numerics", "interval": str(Knob.INTERVAL), "rules": judged + reported},
         {"name": "kubelora-jobs", "rules": [a.document() for a in jobs]},
     ]
 
 
 def judged_here() -> tuple[Threshold, ...]:
-    """The limits that are compared with metrics in Prometheus."""
+    """Return the limits that are compared with metrics in Prometheus."""
     return tuple(t for t in THRESHOLDS if t.in_prometheus)
 
 
-def told_by_watchdog(found: Threshold | Event) -> Alert:
-    """What the watchdog in the pod has found; it has judged medians already, so nothing is held."""
+def watchdog_alert(found: Threshold | Event) -> Alert:
+    """Build the alert of a watchdog finding, without ``for`` because it is a median already."""
     return Alert(
         name=f"Kubelora{found.finding}",
         expr=f"max by ({JOB_LABELS}) ({_found(found.finding)}) == 1",
@@ -110,7 +109,7 @@ def told_by_watchdog(found: Threshold | Event) -> Alert:
 
 
 def rules_of(threshold: Threshold) -> list[Record | Alert]:
-    """The rules that watch one limit."""
+    """Build the rules for one limit."""
     if threshold.metric.type == "counter":
         return [_alert(threshold, _rising(threshold), hold="")]
     record = Record(recorded_name(threshold), _judged(threshold))
@@ -118,12 +117,12 @@ def rules_of(threshold: Threshold) -> list[Record | Alert]:
 
 
 def recorded_name(threshold: Threshold) -> str:
-    """Name of the series that holds a metric's values at judged steps alone."""
+    """Return the name of the recorded series of a metric's values at evaluated steps."""
     return f"kubelora:{threshold.metric.name.removeprefix('kubelora_')}:judged"
 
 
 def _judged(threshold: Threshold) -> str:
-    """The metric's value, once for each optimizer step seen, and only where it can be judged.
+    """Select the metric's value once per optimizer step, and only where it can be compared.
 
     Left out: the first steps (lora_A has no gradient while lora_B is 0), steps with a learning rate
     of 0 (nothing is meant to move), a value that only stands still (validation, export, a long
@@ -139,7 +138,7 @@ def _judged(threshold: Threshold) -> str:
 
 
 def _median(threshold: Threshold) -> str:
-    """The worst group's median, once as many steps were seen as the watchdog wants.
+    """Select the worst group's median, once there are as many steps as the watchdog requires.
 
     Where steps are too slow for that, or too fast for the scrapes, the watchdog's own word counts.
     """
@@ -158,12 +157,12 @@ def _median(threshold: Threshold) -> str:
 
 
 def _found(finding: str) -> str:
-    """The watchdog's gauge of a finding."""
+    """Select the watchdog's gauge of a finding."""
     return f'{metrics.HEALTH_FINDING.name}{{finding="{finding}"}}'
 
 
 def _rising(threshold: Threshold) -> str:
-    """A counter above the limit that has not stood there for a whole window already.
+    """Select a counter above the limit that has risen within the window.
 
     ``increase`` would miss what the first scrape of a short-lived pod shows.
     """
@@ -201,7 +200,7 @@ _DESCRIBE = f"kubectl describe {SHORT_NAME} {{{{ $labels.name }}}} -n {{{{ $labe
 
 
 def job_failed() -> Alert:
-    """A job that will not be tried again; fires until the job is deleted."""
+    """Build the alert of a failed job, which fires until the job is deleted."""
     return Alert(
         name="KubeloraJobFailed",
         expr=f"max by ({JOB_LABELS}, reason) ({metrics.JOB_FAILED.name}) > 0",
@@ -214,7 +213,7 @@ def job_failed() -> Alert:
 
 
 def training_stalled() -> Alert:
-    """Steps that no longer come, the first one too, once it is known how many are planned.
+    """Build the alert of a job without progress, once the number of planned steps is known.
 
     Start-up (no steps planned yet) and the end of a run are not judged. Slow steps are given ten
     times as long: a step that takes as long as the silence is slow, not stalled.
@@ -236,7 +235,7 @@ def training_stalled() -> Alert:
 
 
 def _silent(zero: str) -> str:
-    """Pods without a step for as long as steps may take. zero: a digit that makes it ten times."""
+    """Select pods without a step for the allowed time, which the digit ``zero`` makes tenfold."""
     step, seconds = metrics.STEP.name, f"{Knob.STALLED_SECONDS}{zero}"
     return (
         f"  {step} == {step} offset {seconds}s\n"
@@ -246,7 +245,7 @@ def _silent(zero: str) -> str:
 
 
 def telemetry_missing() -> Alert:
-    """Jobs train and nobody sees their gradients: the failure that no other alert can tell."""
+    """Build the alert of running jobs without metrics, which no other alert detects."""
     running = f'sum by (namespace) ({metrics.JOBS.name}{{state="Running"}})'
     seen = f"count by (namespace) (count by ({JOB_LABELS}) ({metrics.STEP.name}))"
     return Alert(
@@ -263,7 +262,7 @@ def telemetry_missing() -> Alert:
 
 
 def operator_absent() -> Alert:
-    """No operator leads. Pods train on, but nothing is started, restarted or reported."""
+    """Build the alert of a missing leader: pods continue, but no job is started or restarted."""
     return Alert(
         name="KubeloraOperatorAbsent",
         expr=f'absent({metrics.OPERATOR_IS_LEADER.name}{{namespace="{Knob.NAMESPACE}"}} == 1)',

@@ -1,4 +1,4 @@
-"""``docs/findings.md``: everything that can be found, as a page for people, from the one table."""
+"""Generator of ``docs/findings.md``, the page on all findings."""
 
 from kubelora_api.thresholds import FINDINGS, Event, Threshold
 
@@ -6,15 +6,15 @@ _HEAD = """\
 <!-- Generated from kubelora_api.thresholds by `python -m charts.generate`. Do not edit. -->
 # What the watchdog finds
 
-Every pod judges its own run: a finding stands in the job's status (`kubectl describe ltj NAME`), in
-the metric `kubelora_health_finding` and in an alert of its name (`Kubelora` before it). What a
-critical one does is `health.policy`'s to say. Values are medians over the last steps of each group
-of layers; the first steps, where lora_A has no gradient because lora_B is 0, are left out.
+Every pod checks its own run: a finding appears in the job's status (`kubectl describe ltj NAME`),
+in the metric `kubelora_health_finding` and in an alert of its name with the prefix `Kubelora`.
+`health.policy` sets what a critical finding does. Values are medians over the last steps of each
+group of layers; the first steps, where lora_A has no gradient because lora_B is 0, are ignored.
 """
 
 
 def findings_page() -> str:
-    """The page, one section for each finding."""
+    """Render the page, with a section for each finding."""
     return "\n".join([_HEAD, *(_section(found) for found in FINDINGS)])
 
 

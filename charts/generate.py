@@ -1,4 +1,4 @@
-"""Writes what is generated from the contract: the chart's CRD and alert rules, a page of docs.
+"""Script that generates files from the contract: the chart's CRD and alert rules, a docs page.
 
 A chart must carry its files inside its own folder, and helm can neither import Python nor follow a
 link without a warning. `python -m charts.generate` from the repository's root writes all.
@@ -23,7 +23,7 @@ RULES_HEADER = (
 
 
 class _BlockDumper(yaml.SafeDumper):
-    """Writes multi-line strings, which expressions are, as blocks."""
+    """YAML dumper that writes multi-line strings, such as expressions, as blocks."""
 
 
 def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -36,7 +36,7 @@ _BlockDumper.add_representer(str, _string)
 
 
 def rendered() -> dict[Path, str]:
-    """Text of each generated file."""
+    """Render each generated file."""
     rules = {"groups": groups()}
     return {
         FILES / "crd.yaml": CRD_HEADER

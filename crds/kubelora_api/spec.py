@@ -1,7 +1,7 @@
-"""What a user asks for: the ``spec`` of a LoraTrainingJob, group by group.
+"""The ``spec`` of a LoraTrainingJob.
 
-The docstring of a class and the description of a field are what `kubectl explain` prints: they name
-default, bounds and units. A field is here only when the trainer or the operator acts on it.
+`kubectl explain` prints the docstrings of the classes and the descriptions of the fields, which
+name default, bounds and units. A field exists only if the trainer or the operator acts on it.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -31,14 +31,16 @@ class Model(ApiModel):
     """The base model to adapt: an SDXL pipeline in diffusers layout, or one file of weights."""
 
     uri: InputPlace = Field(
-        description="Where the pipeline is: hf://org/repo[/path][@revision], pvc://claim/path or "
-        "s3://bucket/prefix; or one .safetensors file in SDXL's original layout, by its name or "
-        "alone in its folder."
+        description="Location of the pipeline: hf://org/repo[/path][@revision], pvc://claim/path "
+        "or "
+        "s3://bucket/prefix. Or a .safetensors file in SDXL's original layout, given by its name "
+        "or "
+        "as the only file in its directory."
     )
     config: InputPlace | None = Field(
         None,
-        description="For a single-file model: the pipeline whose configurations and tokenizers it "
-        "has; of hf:// only those small files are fetched. Default "
+        description="For a single-file model: the pipeline that provides its configuration and "
+        "tokenizers; from hf:// only those files are downloaded. Default "
         "hf://stabilityai/stable-diffusion-xl-base-1.0.",
     )
     variant: Annotated[str, Field(min_length=1, max_length=32)] | None = Field(
@@ -46,25 +48,27 @@ class Model(ApiModel):
     )
     vae: InputPlace | None = Field(
         None,
-        description="Another VAE in place of the pipeline's own, such as "
-        "hf://madebyollin/sdxl-vae-fp16-fix.",
+        description="VAE to use instead of the pipeline's own, such as "
+        "hf://madebyollin/sdxl-vae-fp16-fix. Default: the pipeline's own.",
     )
     prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
         "auto",
         description="What the UNet predicts: epsilon (the noise), v_prediction, or auto (default): "
-        "what the model's scheduler says.",
+        "as set in the model's scheduler.",
     )
     zero_terminal_snr: bool = Field(
         False,
-        description="true rescales the noise schedule so that its last step is pure noise, and "
-        "draws samples from there. Needs a model that predicts v. Default false: the model's own "
-        "schedule.",
+        description="Whether to rescale the noise schedule so that its last step is pure noise, "
+        "and to start sampling there. Requires a model that predicts v. Default false: the model's "
+        "own schedule.",
     )
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="!self.zeroTerminalSnr || self.predictionType != 'epsilon'",
-            message="zeroTerminalSnr needs a model that predicts v: of pure noise the noise is "
-            "known already",
+            message="zeroTerminalSnr requires a model that predicts v, because predicting the "
+            "noise "
+            "in pure noise is trivial: set predictionType to v_prediction or leave zeroTerminalSnr "
+            "unset",
             check=lambda m: not m.zero_terminal_snr or m.prediction_type != "epsilon",
             at="zeroTerminalSnr",
         ),
@@ -72,7 +76,7 @@ class Model(ApiModel):
 
 
 class Adapter(ApiModel):
-    """The LoRA adapter: which layers get one, how large, how initialised."""
+    """The LoRA adapter: its target layers, rank and initialization."""
 
     rank: Rank = Field(
         16, description="Rank of the update, the width of lora_A. Default 16, 1 to 1024."
@@ -83,20 +87,20 @@ class Adapter(ApiModel):
     )
     rs_lora: bool = Field(
         False,
-        description="true multiplies the update by alpha / sqrt(rank) (rank-stabilised LoRA), so "
-        "that a large rank learns as fast as a small one. Default false.",
+        description="Whether to multiply the update by alpha / sqrt(rank) (rank-stabilized LoRA), "
+        "so that a large rank learns as fast as a small one. Default false.",
     )
     dora: bool = Field(
         False,
-        description="true trains DoRA: each output channel's weights keep a norm of their own, a "
-        "magnitude, that is trained beside their direction. It costs a number a channel, and "
-        "time, for norms are computed in every pass. The file is in diffusers' format alone. "
-        "Default false.",
+        description="Whether to train DoRA: the magnitude of each output channel's weights is "
+        "trained separately from their direction. It adds one parameter per channel, and time "
+        "because norms are computed in every pass. The adapter is only exported in diffusers' "
+        "format. Default false.",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="Share of the adapter's inputs, 0 to below 1, set to zero at random in each "
-        "training pass; the others are scaled up. Default 0.",
+        description="Fraction of the adapter's inputs, 0 to below 1, that is randomly set to zero "
+        "in each training pass; the others are scaled up. Default 0.",
     )
     targets: Literal["attention", "attention+feed_forward", "all_linear", "all"] = Field(
         "attention",
@@ -108,13 +112,13 @@ class Adapter(ApiModel):
         default_factory=list,
         description="Text encoders that get an adapter too: text_encoder (CLIP ViT-L), "
         "text_encoder_2 (OpenCLIP bigG), or both. With targets attention their q_proj, k_proj, "
-        "v_proj and out_proj, else fc1 and fc2 too. Text is then encoded anew in every step. "
+        "v_proj and out_proj, else fc1 and fc2 too. Captions are then encoded in every step. "
         "Default: none.",
     )
     target_patterns: Annotated[list[Pattern], Field(max_length=64), LIST_ATOMIC, PatternItems] = (
         Field(
             default_factory=list,
-            description="In place of targets: regular expressions matched against the end of a "
+            description="Instead of targets: regular expressions matched against the end of a "
             "layer's name, over all linear layers and convolutions of the UNet. Default: none. At "
             "most 64, of up to 256 characters.",
         )
@@ -136,9 +140,10 @@ class Adapter(ApiModel):
     from_: InputPlace | None = Field(
         None,
         alias="from",
-        description="An existing LoRA to start from, in diffusers' or kohya's format: a "
-        ".safetensors file, or a place that holds one. Its layers and ranks must be this "
-        "adapter's; init is then not used. Default: none.",
+        description="Existing LoRA to start from, in diffusers' or kohya's format: a .safetensors "
+        "file, or a directory that contains one. Its layers and ranks must match this adapter; "
+        "init "
+        "is then ignored. Default: none.",
     )
 
 
@@ -147,21 +152,21 @@ class Health(ApiModel):
 
     policy: Literal["Warn", "Suspend", "Fail", "Rollback"] = Field(
         "Warn",
-        description="What a critical finding does. Warn (default): it is reported in status and "
-        "metrics, and training goes on. Suspend: a checkpoint is saved and the pods end; the job "
-        "waits until its spec is changed, or suspend is set to true and back to false. Fail: the "
-        "job fails, after a checkpoint. Rollback: training goes back, once, to the last "
-        "checkpoint from before the finding and on with data it has not seen; a second critical "
-        "finding fails the job.",
+        description="Action on a critical finding. Warn (default): report it in status and "
+        "metrics, "
+        "and continue training. Suspend: save a checkpoint and stop the pods; the job waits until "
+        "its spec is changed, or suspend is set to true and back to false. Fail: save a checkpoint "
+        "and fail the job. Rollback: return once to the last checkpoint before the finding and "
+        "continue with data not used before; a second critical finding fails the job.",
     )
     baseline: InputPlace | None = Field(
         None,
-        description="Output of an earlier, good run (its output.uri). What differs from it is "
-        "printed and kept in the manifest; gradient norms that leave its range at the same "
+        description="Output of an earlier good run (its output.uri) to compare with. Differences "
+        "are logged and recorded in the manifest; gradient norms outside its range at the same "
         "progress are a critical finding. Default: none.",
     )
     dump_gradients: DumpGradients | None = Field(
-        None, description="Raw gradients to write down, to look for a cause. Default: none."
+        None, description="Raw gradients to save for debugging. Default: none."
     )
 
 
@@ -169,7 +174,7 @@ class Validation(ApiModel):
     """Sample images, drawn with fixed seeds so that steps can be compared."""
 
     every_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = Field(
-        None, description="Optimizer steps between samples. Default: at the end alone."
+        None, description="Optimizer steps between samples. Default: only at the end."
     )
     prompts: Annotated[list[Prompt], Field(max_length=16), LIST_ATOMIC] = Field(
         default_factory=list, description="Prompts to draw, at most 16. Default: none."
@@ -181,46 +186,48 @@ class Validation(ApiModel):
         5.0, description="Classifier-free guidance. Default 5."
     )
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
-        0, description="Seed of the first noise. Default 0."
+        0, description="Seed of the initial noise. Default 0."
     )
 
 
 class Checkpoint(ApiModel):
-    """What a run can resume from."""
+    """Checkpoints that a run resumes from."""
 
     every_steps: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         500, description="Optimizer steps between checkpoints. Default 500."
     )
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(
-        3, description="Checkpoints to keep, the newest ones. Default 3."
+        3, description="Number of newest checkpoints to keep. Default 3."
     )
 
 
 class Output(ApiModel):
-    """Where everything the run makes goes."""
+    """Location and format of the results."""
 
-    uri: OutputPlace = Field(description="pvc://claim/path. The folder belongs to one run.")
+    uri: OutputPlace = Field(
+        description="Output directory, as pvc://claim/path. It must not be shared with another run."
+    )
     dtype: Literal["fp16", "bf16", "fp32"] = Field(
         "bf16",
-        description="Type of the numbers in the adapter's files: bf16 (default: half the size, "
-        "and what a bf16 run computed with), fp16 (half the size, three more bits, a narrow "
-        "range) or fp32.",
+        description="Data type of the exported adapter: bf16 (default: half the size, and the type "
+        "that a bf16 run computes with), fp16 (half the size, three more bits, a narrow range) or "
+        "fp32.",
     )
     push: PushPlace | None = Field(
         None,
-        description="Where the finished adapter and the manifest are copied to: s3://bucket/prefix "
+        description="Where to upload the finished adapter and the manifest: s3://bucket/prefix "
         "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL) or hf://org/repo[@branch] "
-        "(HF_TOKEN; a new repository is private). A push that fails is tried again by the same "
-        "job. Default: nowhere.",
+        "(HF_TOKEN; a new repository is private). A failed upload is retried by the same job. "
+        "Default: no upload.",
     )
     replace_existing: bool = Field(
         False,
-        description="Clear away another run's output found there. Default false: refuse.",
+        description="Whether to delete another run's output found there. Default false: fail.",
     )
 
 
 class Tracking(ApiModel):
-    """Experiment trackers that get each step's numbers and the sample images."""
+    """Experiment trackers that receive each step's metrics and the sample images."""
 
     trackers: Annotated[
         list[Literal["tensorboard", "wandb", "mlflow"]], Field(max_length=3), LIST_ATOMIC
@@ -228,14 +235,14 @@ class Tracking(ApiModel):
         default_factory=list,
         description="Any of tensorboard (event files in the output), wandb (WANDB_API_KEY, or "
         "WANDB_MODE=offline for files in the output) and mlflow (MLFLOW_TRACKING_URI, else files "
-        "in the output); variables go to podTemplate.env. Default: none. A tracker that fails "
-        "never ends a run.",
+        "in the output); set variables in podTemplate.env. A failing tracker never ends a run. "
+        "Default: none.",
     )
     project: Annotated[str, Field(min_length=1, max_length=128, pattern="^[A-Za-z0-9._-]+$")] = (
         Field(
             "kubelora",
-            description="Project (wandb), experiment (mlflow) or folder (tensorboard) that runs "
-            "are put under. Letters, digits and . _ -, up to 128. Default kubelora.",
+            description="Project (wandb), experiment (mlflow) or directory (tensorboard) of the "
+            "runs. Letters, digits and . _ -, up to 128. Default kubelora.",
         )
     )
 
@@ -245,21 +252,22 @@ class Workers(ApiModel):
 
     nodes: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Pods, 1 to 64. Default 1. They share model, data and output; several need "
-        "claims that several nodes can mount (ReadWriteMany for the output).",
+        description="Number of pods, 1 to 64. They share model, data and output; several pods need "
+        "claims that several nodes can mount (ReadWriteMany for the output). Default 1.",
     )
     gpus_per_node: Annotated[int, Field(ge=0, le=16)] = Field(
         1,
-        description="GPUs of each pod, its nvidia.com/gpu limit: 0 to 16. Default 1. One process "
-        "trains on each, and at least one; with training.device cpu it is the number of processes.",
+        description="GPUs per pod, its nvidia.com/gpu limit: 0 to 16. One process runs per GPU, "
+        "and "
+        "at least one; with training.device cpu it is the number of processes. Default 1.",
     )
 
 
 class RestartPolicy(ApiModel):
-    """How often a failed attempt is tried again. Interruptions and evictions are free."""
+    """Restarts of failed attempts. Interruptions and evictions do not count."""
 
     max_restarts: Annotated[int, Field(ge=0, le=100)] = Field(
-        3, description="Restarts after failures. Default 3, 0 to 100."
+        3, description="Maximum restarts after failures, 0 to 100. Default 3."
     )
 
 
@@ -275,7 +283,7 @@ def _gpu_limit_agrees(spec: "JobSpec") -> bool:
 
 
 class JobSpec(ApiModel):
-    """What to train, on what, how, and where the result goes."""
+    """Desired state of the training job."""
 
     model: Model
     dataset: Dataset
@@ -294,8 +302,8 @@ class JobSpec(ApiModel):
     )
     suspend: bool = Field(
         False,
-        description="true stops the pods, which save a checkpoint first; false starts a new "
-        "attempt from it. Default false.",
+        description="Whether to stop the pods, which save a checkpoint first. Setting it back to "
+        "false starts a new attempt from that checkpoint. Default false.",
     )
     restart_policy: RestartPolicy = Field(default_factory=RestartPolicy)
     RULES: ClassVar[tuple[Rule, ...]] = (
@@ -307,14 +315,14 @@ class JobSpec(ApiModel):
             ": self.podTemplate.resources.limits['nvidia.com/gpu'] == "
             "string(self.workers.gpusPerNode))",
             message="the limit of nvidia.com/gpu in podTemplate.resources must equal "
-            "workers.gpusPerNode; leave it out, gpusPerNode sets it",
+            "workers.gpusPerNode: leave it unset, gpusPerNode sets it",
             check=_gpu_limit_agrees,
             at="podTemplate",
         ),
         Rule(
             cel="!self.adapter.dora || self.precision.masterWeights == 'fp32'",
-            message="adapter.dora needs precision.masterWeights fp32: an update of a magnitude is "
-            "too small for bf16",
+            message="adapter.dora requires precision.masterWeights fp32 because updates of a "
+            "magnitude are too small for bf16",
             check=lambda s: not s.adapter.dora or s.precision.master_weights == "fp32",
             at="adapter",
         ),
@@ -340,4 +348,4 @@ IMMUTABLE_GROUPS: tuple[str, ...] = (
     "output",
     "workers",
 )
-"""Groups that decide the weights or where they go: fixed once an attempt has started."""
+"""Groups that determine the weights or their location: immutable after the first attempt starts."""

@@ -1,9 +1,9 @@
-"""The one table of numerical limits: watchdog, alert rules and documentation read it alone.
+"""The table of numerical limits, shared by watchdog, alert rules and documentation.
 
-Each entry says what is compared with what, over how many optimizer steps, and what a person should
-do. A value stands here with its reason, or it does not stand. How a quantity that is no metric is
-computed is in the trainer's ``health/quantities.py``; `THRESHOLDS` are limits on what every step
-reports, `EVENTS` are found at other moments.
+Each entry defines what is compared with which limit, over how many optimizer steps, and what the
+user should do. Every limit has its reason next to it. Quantities that are not a metric are computed
+in the trainer's ``health/quantities.py``; `THRESHOLDS` are limits on what every step reports,
+`EVENTS` are found at other times.
 """
 
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ the K - 1 sums, each at most 2^-9 of the sum so far, add up like a random walk. 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A limit on what a step tells.
+    """A limit on a value that every step reports.
 
-    finding: CamelCase name, in conditions, metrics and alert names.
-    quantity: what is compared, for people; the metric's own value where it names the metric alone.
-    op: how the value compares with ``limit`` when something is wrong.
-    limits: in place of ``limit``, by compute type.
-    window: optimizer steps whose median is compared; one outlier must not raise an alarm.
-    skip_steps: first optimizer steps not judged (lora_A has no gradient while lora_B is 0).
-    everywhere: every run can be judged by it; no run is called healthy before it was.
+    finding: CamelCase name, used in conditions, metrics and alert names.
+    quantity: Description of what is compared; empty for the metric's own value.
+    op: How the value compares with ``limit`` if something is wrong.
+    limits: Limits by compute type, used instead of ``limit``.
+    window: Optimizer steps whose median is compared, so that one outlier raises no alarm.
+    skip_steps: First optimizer steps to ignore (lora_A has no gradient while lora_B is 0).
+    everywhere: Whether it applies to every run; a run is not healthy before it was checked.
     """
 
     finding: str
@@ -50,15 +50,15 @@ class Threshold:
 
     @property
     def in_prometheus(self) -> bool:
-        """Whether an alert rule compares the metric itself; else it follows the watchdog."""
+        """Whether the alert rule compares the metric itself rather than following the watchdog."""
         return self.everywhere
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something found once: at the start, at a resume, against a baseline.
+    """A finding outside the per-step limits: at the start, at a resume, against a baseline.
 
-    limit: what the measured value is compared with, where there is one.
+    limit: Limit of the measured value, if there is one.
     """
 
     finding: str
@@ -315,7 +315,7 @@ WORKING_COPY_STALE: Final = Threshold(
     "refreshed after a step, or something else writes into it. Go back to a checkpoint from "
     "before, and look at what touches the adapter's parameters.",
     reason="After every step the working copy is the master weights, rounded: the same bits. A "
-    "copy that stands still gives gradients and losses that look sound.",
+    "copy that is not refreshed gives gradients and losses that look correct.",
 )
 RANKS_DIVERGED: Final = Threshold(
     finding="RanksDiverged",
@@ -339,7 +339,7 @@ OPTIMIZER_STATE_LOST: Final = Threshold(
     skip_steps=0,
     quantity="median size of the first three steps after a resume over that of the last five "
     "before it",
-    sentence="Steps after the resume are much larger than before it: the optimizer began anew. "
+    sentence="Steps after the resume are much larger than before it: the optimizer lost its state. "
     "Resume from a checkpoint with its state.",
     reason="Adam's first steps from nothing have a size of 1 (3.2 where its step count is kept), "
     "settled ones 0.2 to 0.6; moments average over ten steps and more, so a healthy size changes "
@@ -375,9 +375,9 @@ ROLLED_BACK: Final = Event(
     finding="RolledBack",
     severity="warning",
     quantity="what was measured when training went back",
-    sentence="Training went back to an earlier checkpoint and left out the data since; another "
+    sentence="Training returned to an earlier checkpoint and skips the data used since; another "
     "critical finding fails the run.",
-    reason="health.policy is Rollback; the finding that caused it stands in the message.",
+    reason="health.policy is Rollback; the message contains the finding that caused it.",
 )
 LATENTS_CONSTANT: Final = Event(
     finding="LatentsConstant",
@@ -404,8 +404,8 @@ DRAWS_REPEATED: Final = Event(
     severity="critical",
     quantity="samples in a row with one timestep, or with one noise",
     limit=16,
-    sentence="Each sample must have a timestep and noise of its own: a generator begins anew each "
-    "time, or a draw is rounded away. Stop the run: it learns a single point.",
+    sentence="Each sample must have a timestep and noise of its own: a generator is reseeded each "
+    "time, or draws are rounded to the same value. Stop the run: it learns a single point.",
     reason="Of 1,000 timesteps the same one comes sixteen times in a row with a chance of 1e-45.",
 )
 BASELINE_DEPARTURE: Final = Event(
@@ -428,4 +428,4 @@ EVENTS: Final = (
 )
 
 FINDINGS: Final[tuple[Threshold | Event, ...]] = (*THRESHOLDS, *EVENTS)
-"""Everything that can be found."""
+"""All findings."""

@@ -9,10 +9,16 @@ from kubelora_api.types import ComputeType, FloatType, PatternKeys
 
 
 def _only_for(name: str, field: str, attribute: str) -> Rule:
-    """``field`` may be set where ``name`` is the group's choice, and nowhere else."""
+    """Build the rule that ``field`` may be set only if the group's name is ``name``.
+
+    Args:
+        name: The choice that has this setting.
+        field: camelCase name of the setting.
+        attribute: Its name in Python.
+    """
     return Rule(
         cel=f"!has(self.{field}) || self.name == '{name}'",
-        message=f"{field} is a setting of {name} alone: leave it out",
+        message=f"{field} is only valid for {name}: leave it unset",
         check=lambda group: getattr(group, attribute) is None or group.name == name,
         at=field,
     )
@@ -22,12 +28,12 @@ ScheduleName = Literal["constant", "linear", "cosine", "cosine_with_restarts", "
 
 
 class Schedule(ApiModel):
-    """How the learning rate moves, counted in optimizer steps."""
+    """Schedule of the learning rate, in optimizer steps."""
 
     name: ScheduleName = Field(
         "constant",
         description="constant (default), linear, cosine, cosine_with_restarts or polynomial; all "
-        "but constant fall to 0 at the last step, polynomial to endFactor.",
+        "but constant decay to 0 at the last step, polynomial to endFactor.",
     )
     warmup_steps: Annotated[int, Field(ge=0, le=10_000_000)] = Field(
         0,
@@ -35,18 +41,18 @@ class Schedule(ApiModel):
     )
     cycles: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
         None,
-        description="Of cosine_with_restarts: how often the rate falls from its peak to 0. "
+        description="For cosine_with_restarts: number of decays from the peak rate to 0. "
         "Default 1.",
     )
     power: Annotated[float, Field(gt=0, le=100)] | None = Field(
         None,
-        description="Of polynomial: the rate falls as this power of what is left, above 0 to 100. "
-        "Default 1, a straight line.",
+        description="For polynomial: exponent of the remaining fraction of steps, above 0, at most "
+        "100. Default 1: linear.",
     )
     end_factor: Annotated[float, Field(ge=0, lt=1)] | None = Field(
         None,
-        description="Of polynomial: share of the peak rate that is reached at the last step, 0 "
-        "to below 1. Default 0.",
+        description="For polynomial: fraction of the peak rate at the last step, 0 to below 1. "
+        "Default 0.",
     )
     RULES: ClassVar[tuple[Rule, ...]] = (
         _only_for("cosine_with_restarts", "cycles", "cycles"),
@@ -59,8 +65,8 @@ OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "prodigy", "lion"]
 
 
 class Optimizer(ApiModel):
-    """What turns gradients into updates. Masters and state are fp32; adamw8bit keeps its state in
-    8 bits. Settings that are left out take the optimizer's own default."""
+    """The optimizer. Master weights and state are fp32; adamw8bit keeps its state in 8 bits.
+    Settings that are unset take the optimizer's own default."""
 
     name: OptimizerName = Field(
         "adamw",
@@ -91,36 +97,37 @@ class Optimizer(ApiModel):
     )
     scale_parameter: bool | None = Field(
         None,
-        description="Of adafactor: true multiplies the rate by each factor's own size (root mean "
+        description="For adafactor: whether to multiply the rate by each factor's own size (root "
+        "mean "
         "square, at least 1e-3), so that learningRate is relative. Default false.",
     )
     initial_rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="Of prodigy: its first guess of the rate (d0), above 0. Default 1e-6.",
+        description="For prodigy: its first guess of the rate (d0), above 0. Default 1e-6.",
     )
     rate_coefficient: Annotated[float, Field(gt=0, le=100)] | None = Field(
         None,
-        description="Of prodigy: the rate it finds is multiplied by this (d_coef), above 0 to "
+        description="For prodigy: the rate it finds is multiplied by this (d_coef), above 0 to "
         "100. Default 1.",
     )
     bias_correction: bool | None = Field(
-        None, description="Of prodigy: Adam's bias correction. Default false."
+        None, description="For prodigy: Adam's bias correction. Default false."
     )
     safeguard_warmup: bool | None = Field(
         None,
-        description="Of prodigy: keeps the schedule's warm-up out of the estimate of the rate. "
+        description="For prodigy: keeps the schedule's warm-up out of the estimate of the rate. "
         "Default false.",
     )
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="!has(self.eps) || self.name != 'lion'",
-            message="lion divides by nothing and has no eps: leave it out",
+            message="lion has no eps: leave it unset",
             check=lambda o: o.eps is None or o.name != "lion",
             at="eps",
         ),
         Rule(
             cel="!has(self.beta2) || self.name != 'adafactor'",
-            message="adafactor's second moment decays by a schedule of its own: leave beta2 out",
+            message="adafactor has its own schedule for the second moment: leave beta2 unset",
             check=lambda o: o.beta2 is None or o.name != "adafactor",
             at="beta2",
         ),
@@ -142,23 +149,23 @@ class Average(ApiModel):
 
     enabled: bool = Field(
         False,
-        description="true keeps the average, and samples and exported files are made of it. "
+        description="Whether to keep the average and use it for samples and exported files. "
         "Default false.",
     )
     decay: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.999,
-        description="Share of the old average that each optimizer step keeps, above 0 to below 1. "
+        description="Fraction of the old average kept at each optimizer step, above 0 and below 1. "
         "Default 0.999.",
     )
     warmup: bool = Field(
         True,
-        description="true (default) lets the decay grow with the steps done, (1 + n) / (10 + n), "
-        "so that the first weights are soon forgotten.",
+        description="Whether the decay grows with the number of steps, (1 + n) / (10 + n), so that "
+        "the first weights are soon forgotten. Default true.",
     )
 
 
 class Training(ApiModel):
-    """How long and how fast to train."""
+    """Length of the training, batch size, optimizer and learning rate."""
 
     steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = Field(
         None, description="Optimizer steps to train. Exactly one of steps and epochs is set."
@@ -167,12 +174,12 @@ class Training(ApiModel):
         None, description="Passes over the dataset. Exactly one of steps and epochs is set."
     )
     batch_size: Annotated[int, Field(ge=1, le=1024)] = Field(
-        1, description="Images per micro-batch; a GPU has one at a time. Default 1."
+        1, description="Images per micro-batch of a GPU. Default 1."
     )
     gradient_accumulation: Annotated[int, Field(ge=1, le=65536)] = Field(
         1,
-        description="Micro-batches per optimizer step, of all GPUs together: with more GPUs a step "
-        "is faster and its batch the same. Default 1; at least the number of GPUs.",
+        description="Micro-batches per optimizer step over all GPUs: more GPUs make a step faster "
+        "and leave its batch unchanged. At least the number of GPUs. Default 1.",
     )
     learning_rate: Annotated[float, Field(gt=0, le=10)] | None = Field(
         None,
@@ -210,28 +217,29 @@ class Training(ApiModel):
     )
     noise_offset: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,
-        description="Offset noise: standard deviation of what is added to all of a noise channel, "
-        "so that very dark and very bright images are learned. Default 0; 0.05 to 0.1 is usual. "
-        "Up to 1.",
+        description="Offset noise: standard deviation of the constant added to each noise channel, "
+        "so that very dark and very bright images are learned. 0 to 1; 0.05 to 0.1 is usual. "
+        "Default 0.",
     )
     gradient_checkpointing: bool = Field(
         False,
-        description="Recompute the UNet's activations in the backward pass: slower, less memory. "
-        "Those of text encoders that are trained are kept, 0.13 GB a caption in 16 bit.",
+        description="Whether to recompute the UNet's activations in the backward pass: slower, but "
+        "less memory. Those of trained text encoders are kept, 0.13 GB per caption in 16 bit. "
+        "Default false.",
     )
     compile: bool = Field(
         False,
-        description="true compiles the UNet (torch.compile; needs a C compiler, which the "
-        "trainer's image has). Its first gradient is compared with the uncompiled one; where they "
-        "differ, the run goes on without. Default false.",
+        description="Whether to compile the UNet (torch.compile; requires a C compiler, which the "
+        "trainer image has). Its first gradient is compared with the uncompiled one; if they "
+        "differ, the run continues without compilation. Default false.",
     )
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
         0, description="Seed of every random draw. Default 0."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="auto (default) takes a GPU and, when workers.gpusPerNode is 1 or more, ends "
-        "with an error where there is none; cpu says that training on a CPU is meant.",
+        description="auto (default) uses a GPU and fails if there is none although "
+        "workers.gpusPerNode is 1 or more; cpu trains on the CPU; cuda requires a GPU.",
     )
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -243,13 +251,13 @@ class Training(ApiModel):
         Rule(
             cel="self.optimizer.name != 'prodigy' || !has(self.learningRates) || "
             "size(self.learningRates) == 0",
-            message="prodigy finds one rate for all factors: leave learningRates out",
+            message="prodigy finds one rate for all factors: leave learningRates unset",
             check=lambda t: not t.optimizer.finds_rate or not t.learning_rates,
             at="learningRates",
         ),
         Rule(
             cel="self.optimizer.name != 'prodigy' || self.loraPlusRatio == 1.0",
-            message="prodigy finds one rate for all factors: leave loraPlusRatio out",
+            message="prodigy finds one rate for all factors: leave loraPlusRatio unset",
             check=lambda t: not t.optimizer.finds_rate or t.lora_plus_ratio == 1,
             at="loraPlusRatio",
         ),
@@ -275,7 +283,7 @@ def _lossless(name: str) -> Rule:
 
 
 class Precision(ApiModel):
-    """Floating-point types of the adapter's training. Defaults lose no gradient."""
+    """Floating-point types used in training. Defaults lose no gradient."""
 
     compute: ComputeType = Field(
         "bf16",
