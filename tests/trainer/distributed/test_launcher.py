@@ -15,11 +15,11 @@ from torch.multiprocessing.spawn import start_processes
 from kubelora_api.names import ExitCode
 from kubelora_api.spec import Workers
 from kubelora_trainer.distributed.launcher import (
-    RankEnd,
-    deciding,
+    RankExit,
+    deciding_exit,
     exit_code_of,
+    failure_sentence,
     launch,
-    sentence_of,
 )
 from kubelora_trainer.distributed.topology import LOOPBACK, NodeTopology, RankInfo, node_topology
 from kubelora_trainer.utils.errors import (
@@ -46,32 +46,32 @@ TWO = NodeTopology(nodes=1, node=0, ranks_per_node=2, address=LOOPBACK, port=0)
 @pytest.mark.parametrize(
     ("ends", "rank", "code"),
     [
-        ([RankEnd(0, 0), RankEnd(1, 0)], 0, 0),
-        ([RankEnd(1, 3), RankEnd(0, 4)], 1, 3),
-        ([RankEnd(0, 4), RankEnd(1, 3)], 1, 3),  # who notices may be gone before who caused it
-        ([RankEnd(1, -9), RankEnd(0, 4)], 1, 137),
-        ([RankEnd(1, 1), RankEnd(0, -9, by_us=True)], 1, 1),
-        ([RankEnd(1, 2), RankEnd(0, 3)], 0, 3),
-        ([RankEnd(1, 75), RankEnd(0, 75)], 0, 75),
-        ([RankEnd(3, 1), RankEnd(2, 75)], 3, 1),  # another node: no rank 0 here
-        ([RankEnd(1, 1), RankEnd(0, 0)], 0, 0),  # its work is done and proven
-        ([RankEnd(0, 4), RankEnd(1, 4)], 0, 4),  # the cause is on another node
-        ([RankEnd(2, 0), RankEnd(3, 4)], 3, 4),
+        ([RankExit(0, 0), RankExit(1, 0)], 0, 0),
+        ([RankExit(1, 3), RankExit(0, 4)], 1, 3),
+        ([RankExit(0, 4), RankExit(1, 3)], 1, 3),  # who notices may be gone before who caused it
+        ([RankExit(1, -9), RankExit(0, 4)], 1, 137),
+        ([RankExit(1, 1), RankExit(0, -9, by_launcher=True)], 1, 1),
+        ([RankExit(1, 2), RankExit(0, 3)], 0, 3),
+        ([RankExit(1, 75), RankExit(0, 75)], 0, 75),
+        ([RankExit(3, 1), RankExit(2, 75)], 3, 1),  # another node: no rank 0 here
+        ([RankExit(1, 1), RankExit(0, 0)], 0, 0),  # its work is done and proven
+        ([RankExit(0, 4), RankExit(1, 4)], 0, 4),  # the cause is on another node
+        ([RankExit(2, 0), RankExit(3, 4)], 3, 4),
     ],
 )
 def test_rank_0_decides_else_the_first_real_cause_and_a_lost_peer_never(
-    ends: list[RankEnd], rank: int, code: int
+    ends: list[RankExit], rank: int, code: int
 ) -> None:
-    end = deciding(ends)
+    end = deciding_exit(ends)
     assert (end.rank, exit_code_of(end)) == (rank, code)
 
 
 def test_what_is_said_of_a_rank_that_was_killed() -> None:
-    assert sentence_of(RankEnd(1, 3), 4) == (
-        "rank 1 of 4 ended with exit code 3, and the others with it"
+    assert failure_sentence(RankExit(1, 3), 4) == (
+        "rank 1 of 4 ended with exit code 3, which ended the other ranks"
     )
-    assert "killed by SIGKILL" in sentence_of(RankEnd(1, -9), 4)
-    assert "memory ran out" in sentence_of(RankEnd(1, -9), 4)
+    assert "killed by SIGKILL" in failure_sentence(RankExit(1, -9), 4)
+    assert "memory ran out" in failure_sentence(RankExit(1, -9), 4)
 
 
 def _end_as(codes: list[type[Exception] | None], rank_info: RankInfo, stop: StopRequest) -> None:
@@ -114,8 +114,8 @@ def _hang(folder: Path, rank_info: RankInfo, stop: StopRequest) -> None:
 def test_a_rank_that_notices_nothing_is_killed_and_is_not_the_cause(tmp_path: Path) -> None:
     ends = launch(partial(_hang, tmp_path), TWO, lambda: False, start_method="fork", grace=1.0)
     assert (tmp_path / "alive").exists()
-    assert [(end.rank, end.code, end.by_us) for end in ends] == [(1, 3, False), (0, -9, True)]
-    assert exit_code_of(deciding(ends)) == 3
+    assert [(end.rank, end.code, end.by_launcher) for end in ends] == [(1, 3, False), (0, -9, True)]
+    assert exit_code_of(deciding_exit(ends)) == 3
 
 
 def _stuck_after_the_end(rank_info: RankInfo, stop: StopRequest) -> None:
@@ -125,8 +125,8 @@ def _stuck_after_the_end(rank_info: RankInfo, stop: StopRequest) -> None:
 
 def test_a_rank_that_does_not_end_with_rank_0_is_ended_and_changes_nothing() -> None:
     ends = launch(_stuck_after_the_end, TWO, lambda: False, start_method="fork", grace=1.0)
-    assert [(end.rank, end.code, end.by_us) for end in ends] == [(0, 0, False), (1, -9, True)]
-    assert exit_code_of(deciding(ends)) == 0
+    assert [(end.rank, end.code, end.by_launcher) for end in ends] == [(0, 0, False), (1, -9, True)]
+    assert exit_code_of(deciding_exit(ends)) == 0
 
 
 def _until_stopped(wait_for: Callable[[int], bool], rank_info: RankInfo, stop: StopRequest) -> None:

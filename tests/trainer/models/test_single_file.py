@@ -211,7 +211,7 @@ def test_fp16_weights_stay_fp16(pipeline: Path, tensors: dict[str, Tensor], tmp_
         (["conditioner.embedders.0.model.text_projection"], "an SDXL refiner"),
         (["control_model.time_embed.0.weight"], "a ControlNet"),
         (["lora_unet_mid_block.alpha"], "a LoRA, which goes to adapter.from"),
-        (["something.weight"], "no checkpoint in SDXL's original layout"),
+        (["something.weight"], "not a checkpoint in SDXL's original layout"),
         (["first_stage_model.a", "conditioner.embedders.1.model.b"], "holds no UNet, no first"),
     ],
 )

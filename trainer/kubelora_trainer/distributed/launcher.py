@@ -1,8 +1,8 @@
-"""Starts this node's ranks by torch's process launcher, and ends with the code that tells most.
+"""Launcher of this node's ranks, which ends with the exit code of the deciding rank.
 
-torchrun ends with 1 whatever its workers ended with, and kills them 30 s after the first one has
-gone; here exit codes are a contract, and a rank that writes a checkpoint is given its time. So the
-processes are torch's, and watching over them is done here (decision 0009).
+torchrun always exits with 1 on failure and kills its workers 30 s after the first one has failed.
+Here exit codes are an interface, and a rank that is writing a checkpoint gets time to finish. So
+torch starts the processes, and this module supervises them (decision 0009).
 """
 
 import os
@@ -25,41 +25,51 @@ from kubelora_trainer.utils.errors import RunEndedError
 from kubelora_trainer.utils.signals import RankStopRequest
 
 PEER_GRACE_SECONDS: Final = 15.0
-"""Time that ranks have to notice by themselves that another one has failed, and to say so."""
+"""Time for ranks to notice by themselves that another one has failed, and to report it."""
 _ROUND_SECONDS: Final = 0.2
 _ORDERLY: Final = (ExitCode.DONE, ExitCode.INTERRUPTED)
 
 
 @dataclass(frozen=True)
-class RankEnd:
-    """How a rank ended, in the order of ending.
+class RankExit:
+    """The end of a rank.
 
-    code: as a process tells it, negative for a signal. by_us: the launcher killed it, because
-    another had failed.
+    Attributes:
+        rank: Number of the rank in the run.
+        code: The process's exit code; negative for a signal.
+        by_launcher: True if the launcher killed it because another rank had failed.
     """
 
     rank: int
     code: int
-    by_us: bool = False
+    by_launcher: bool = False
 
 
-Work = Callable[[RankInfo, RankStopRequest], None]
-"""What a rank does. It returns when done and raises RunEndedError else."""
+RankFunction = Callable[[RankInfo, RankStopRequest], None]
+"""Function that each rank runs. It returns when done and raises RunEndedError otherwise."""
 
 
 def launch(
-    work: Work,
+    work: RankFunction,
     layout: NodeTopology,
     stop: Callable[[], bool],
     *,
     start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
     grace: float = PEER_GRACE_SECONDS,
-) -> tuple[RankEnd, ...]:
-    """Run ``work`` in every rank of this node; returns how each ended, the first first.
+) -> tuple[RankExit, ...]:
+    """Run ``work`` in every rank of this node.
 
-    stop: when true, every rank is told to stop. grace: seconds from a failure, or from rank 0's
-    end, to the end of all.
-    start_method: fork shares what is imported, and can't be used once CUDA is in use.
+    Args:
+        work: Function of each rank.
+        layout: Ranks of the run and of this node.
+        stop: Polled; when it returns True, every rank is asked to stop.
+        start_method: "fork" shares what is already imported, but cannot be used once CUDA is in
+            use.
+        grace: Seconds from a failure, or from the end of rank 0, until the remaining ranks are
+            killed.
+
+    Returns:
+        How each rank ended, in the order of ending.
     """
     listener = listen_for_ranks(layout) if layout.node == 0 else None
     port = listener.getsockname()[1] if listener is not None else layout.port
@@ -72,22 +82,24 @@ def launch(
     )
     store = build_store(listener) if listener is not None else None
     ends = _watch(context, stop, grace, layout.node == 0)
-    del store  # ranks need it until they end
+    del store  # keep the store alive until here: ranks need it until they end
     first = layout.node * layout.ranks_per_node
-    return tuple(RankEnd(first + local_rank, code, by_us) for local_rank, code, by_us in ends)
+    return tuple(
+        RankExit(first + local_rank, code, by_launcher) for local_rank, code, by_launcher in ends
+    )
 
 
 def _watch(
     context: ProcessContext, stop: Callable[[], bool], grace: float, leads: bool
 ) -> list[tuple[int, int, bool]]:
-    """Wait for every process; pass a stop on, and end all when one has failed or rank 0 is done.
+    """Wait for every process, forward a stop, and kill the rest after a failure or rank 0's end.
 
-    leads: whether the first process is rank 0, which is the last that has anything to do.
+    leads: True if the first process is rank 0, which is the last one with anything to do.
     """
     running: dict[int, int] = dict(context.sentinels)
     ends: list[tuple[int, int, bool]] = []
     killed: set[int] = set()
-    told, deadline = False, None
+    stopping, deadline = False, None
     while running:
         for sentinel in wait(list(running), timeout=_ROUND_SECONDS):
             local_rank = running.pop(sentinel)  # type: ignore[arg-type]
@@ -99,8 +111,8 @@ def _watch(
             if over and deadline is None:
                 deadline = time.monotonic() + grace
         interrupted = any(code == ExitCode.INTERRUPTED for _, code, _ in ends)
-        if not told and (stop() or interrupted):
-            told = True
+        if not stopping and (stop() or interrupted):
+            stopping = True
             for local_rank in running.values():
                 context.processes[local_rank].terminate()
         if deadline is not None and time.monotonic() > deadline:
@@ -108,49 +120,50 @@ def _watch(
                 killed.add(local_rank)
                 context.processes[local_rank].kill()
     return [
-        (n, ExitCode.INTERRUPTED if told and code == -signal.SIGTERM else code, by_us)
-        for n, code, by_us in ends  # SIGTERM ends a rank that had not begun to listen for it
+        # SIGTERM kills a rank that has not installed its handler yet: that is an interruption.
+        (n, ExitCode.INTERRUPTED if stopping and code == -signal.SIGTERM else code, by_launcher)
+        for n, code, by_launcher in ends
     ]
 
 
-def deciding(ends: Sequence[RankEnd]) -> RankEnd:
-    """The rank whose end is the run's: rank 0's own, else the first real cause.
+def deciding_exit(ends: Sequence[RankExit]) -> RankExit:
+    """Return the exit that decides the run's: rank 0's if it is a cause, else the first cause.
 
-    A lost peer, and a rank that the launcher killed, are never the cause where there is another.
+    A lost peer and a rank killed by the launcher are causes only if there is no other.
     """
 
-    def is_cause(end: RankEnd) -> bool:
-        return end.code != ExitCode.PEER_LOST and not end.by_us
+    def is_cause(end: RankExit) -> bool:
+        return end.code != ExitCode.PEER_LOST and not end.by_launcher
 
     for end in ends:
         if end.rank == 0 and is_cause(end):
             return end
     causes = [end for end in ends if is_cause(end) and end.code != ExitCode.DONE]
-    lost = [end for end in ends if not end.by_us and end.code != ExitCode.DONE]
+    lost = [end for end in ends if not end.by_launcher and end.code != ExitCode.DONE]
     return (causes or lost or list(ends))[0]
 
 
-def exit_code_of(end: RankEnd) -> int:
-    """The code as a shell tells it: 128 and the signal's number for a signal."""
+def exit_code_of(end: RankExit) -> int:
+    """Convert to a shell's exit code: 128 plus the signal's number for a signal."""
     return end.code if end.code >= 0 else 128 - end.code
 
 
-def sentence_of(end: RankEnd, size: int) -> str:
-    """What is said of the deciding rank at the end of a run that failed."""
+def failure_sentence(end: RankExit, size: int) -> str:
+    """Describe the deciding rank of a failed run."""
     who = f"rank {end.rank} of {size}"
     if end.code >= 0:
-        return f"{who} ended with exit code {end.code}, and the others with it"
+        return f"{who} ended with exit code {end.code}, which ended the other ranks"
     try:
         name = signal.Signals(-end.code).name
     except ValueError:
         name = f"signal {-end.code}"
     hint = "; SIGKILL often means that memory ran out" if -end.code == signal.SIGKILL else ""
-    return f"{who} was killed by {name}, and the others were ended with it{hint}"
+    return f"{who} was killed by {name}, which ended the other ranks{hint}"
 
 
-def _rank(local_rank: int, work: Work, layout: NodeTopology, port: int) -> None:
-    """A rank's process, from its first breath to its exit code."""
-    # It would not hear a gentler signal while it waits for another rank in a collective.
+def _rank(local_rank: int, work: RankFunction, layout: NodeTopology, port: int) -> None:
+    """Run one rank's process from start to exit code."""
+    # Die with the launcher. SIGKILL, because Python handles no signal inside a collective.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     stop = RankStopRequest()
     stop.install()
@@ -160,13 +173,13 @@ def _rank(local_rank: int, work: Work, layout: NodeTopology, port: int) -> None:
         code = ExitCode.DONE
     except RunEndedError as ended:
         code = ended.exit_code
-        enough = ended.alike or ended.told_by_another or code == ExitCode.INTERRUPTED
-        if rank_info.local_rank == 0 or not enough:
+        reported = ended.alike or ended.reported_elsewhere or code == ExitCode.INTERRUPTED
+        if rank_info.local_rank == 0 or not reported:
             print(f"rank {rank_info.rank}: error: {ended}", file=sys.stderr)
     except Exception:
         traceback.print_exc()
         code = ExitCode.INTERNAL
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once: a process group whose peers are gone may wait for them when it is torn down.
+    # Skip interpreter shutdown: destroying a process group may wait for peers that are gone.
     os._exit(code)

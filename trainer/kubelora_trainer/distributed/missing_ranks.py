@@ -1,8 +1,8 @@
-"""Names the rank that is missing when the others can't reach it any more.
+"""Identification of the missing rank when the others can no longer reach it.
 
-A collective that fails tells that someone is gone, never who. So each rank that notices says so at
-the meeting place, which node 0's launcher keeps and no failed connection touches; who does not say
-so within a few seconds is the cause. Nothing of this costs a healthy run anything.
+A failed collective reports that some rank is gone, but not which. So each rank that notices checks
+in at the rendezvous store, which node 0's launcher keeps and which no failed connection affects; a
+rank that does not check in within a few seconds is the cause. A healthy run pays nothing for this.
 """
 
 import time
@@ -17,26 +17,26 @@ from kubelora_trainer.utils.errors import PeerLostError, PeerTimeoutError, RunEn
 from kubelora_trainer.utils.text import ranks_named
 
 CHECK_IN_SECONDS: Final = 5.0
-"""How long ranks that noticed wait for the others to notice; less than the launcher's grace."""
+"""How long ranks wait for the others to check in; must be less than the launcher's grace."""
 _ROUND_SECONDS: Final = 0.05
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
 
 
 class CheckInStore(Protocol):
-    """What a roll call needs of torch's store."""
+    """The part of torch's store that the check-in needs."""
 
     def set(self, key: str, value: str) -> object:
-        """Put a word down."""
+        """Write a value."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them are there."""
+        """Return True if all keys exist."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a call may take."""
+        """Limit the duration of a call."""
 
 
 class RankMonitor:
-    """The ranks of a run, as one of them misses them."""
+    """One rank's view of which other ranks are still reachable."""
 
     def __init__(
         self,
@@ -46,17 +46,27 @@ class RankMonitor:
         silence: timedelta,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """silence: how long a collective waits. place: None names nobody."""
+        """Create a monitor.
+
+        Args:
+            place: Rendezvous store; None if missing ranks cannot be named.
+            rank: This rank.
+            size: World size.
+            silence: Timeout of a collective.
+            clock: Monotonic clock in seconds.
+        """
         self._place, self._rank, self._size = place, rank, size
         self._silence, self._clock = silence.total_seconds(), clock
 
     @contextmanager
-    def around(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Watch a collective.
 
-        Raises PeerLostError where it broke, PeerTimeoutError where it waited in vain.
+        Errors of this rank's own device pass through unchanged.
 
-        What is wrong with this rank's own device stays what it is.
+        Raises:
+            PeerLostError: The collective failed.
+            PeerTimeoutError: The collective timed out.
         """
         begun = self._clock()
         try:
@@ -65,27 +75,28 @@ class RankMonitor:
             raise
         except RuntimeError as error:
             waited = self._clock() - begun
+            # Backends count their timeout from a little later: 0.9 tells a timeout from a failure.
             raise self._ended(self.missing(), waited >= 0.9 * self._silence) from error
 
-    def _ended(self, missing: Sequence[int], in_vain: bool) -> RunEndedError:
+    def _ended(self, missing: Sequence[int], timed_out: bool) -> RunEndedError:
         who = f"{ranks_named(missing, 'another rank')} of this run's {self._size}"
         ended: RunEndedError
-        if in_vain:
+        if timed_out:
             ended = PeerTimeoutError(
-                f"{who} said nothing for {self._silence:.0f} s, while the others waited at the end "
-                "of a window: stopped, stuck in reading data, or on a machine that is out of "
-                "reach. Look at its process or pod; the next start goes on from the last checkpoint"
+                f"{who} did not respond for {self._silence:.0f} s while the others waited at the "
+                "end of a window: it is stopped, stuck reading data, or on an unreachable machine. "
+                "Check its process or pod; the next start resumes from the last checkpoint"
             )
         else:
             ended = PeerLostError(
-                f"{who} went away, so this one stops; the cause is in that rank's words"
+                f"{who} went away, so this one stops; the cause is in that rank's log"
             )
         left = [rank for rank in range(self._size) if rank not in missing]
-        ended.told_by_another = bool(missing) and self._rank != left[0]
+        ended.reported_elsewhere = bool(missing) and self._rank != left[0]
         return ended
 
     def missing(self) -> Sequence[int]:
-        """Ranks that don't say within ``CHECK_IN_SECONDS`` that they miss someone too."""
+        """Return the ranks that do not check in within ``CHECK_IN_SECONDS``."""
         if self._place is None:
             return ()
         here = {self._rank}
@@ -96,7 +107,7 @@ class RankMonitor:
             while len(here) < self._size - 1 and self._clock() < deadline:
                 time.sleep(_ROUND_SECONDS)
                 here |= {r for r in range(self._size) if self._place.check([_key(r)])}
-        except RuntimeError:  # node 0 is gone, and the meeting place with it
+        except RuntimeError:  # node 0 is gone, and its store too
             return ()
         return [rank for rank in range(self._size) if rank not in here]
 

@@ -1,8 +1,8 @@
-"""The ranks of a run as one: who does which micro-steps, and the one all-reduce of a step.
+"""The process group of a run: distribution of micro-steps, and one all-reduce per step.
 
-Every rank keeps weights and optimizer of its own and does the same step with the same gradient, so
-they stay equal to the bit without ever being sent. What the ranks must know of each other rides in
-the tail of the gradient buffer.
+Every rank keeps its own weights and optimizer and takes the same step with the same gradient, so
+weights stay bit-identical without ever being sent. Whatever else ranks must know of each other
+travels in the tail of the gradient buffer.
 """
 
 import math
@@ -31,11 +31,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ReducedWindow:
-    """A window as all ranks know it.
+    """A window after the all-reduce, equal on all ranks.
 
-    position: with the samples and losses of all ranks. asked: what any rank asks for. divergence:
-    max - min of the weights' checksum over ranks, 0 where they agree to the bit; NaN for a single
-    rank. broken: ranks whose own part of the gradient is not finite; empty for a single rank.
+    Attributes:
+        position: Position with the samples and losses of all ranks.
+        asked: Flags that any rank has set.
+        divergence: Maximum minus minimum of the weights' checksum over ranks: 0 if bit-identical,
+            NaN for a single rank.
+        broken: Ranks whose own part of the gradient is not finite; empty for a single rank.
     """
 
     position: RunPosition
@@ -45,22 +48,28 @@ class ReducedWindow:
 
 
 class ProcessGroup(Protocol):
-    """All ranks of a run, as one of them sees them."""
+    """All ranks of a run, as seen by one of them."""
 
     @property
     def share(self) -> Share:
-        """Which micro-steps are this rank's."""
+        """Which micro-steps this rank computes."""
 
     def tail_elements(self, sums: int) -> int:
-        """Room that the gradient buffer needs behind the gradient. sums: elements of them."""
+        """Return the number of elements needed behind the gradient for ``sums`` further sums."""
 
     def between_micro_steps(self, stop: Callable[[], bool]) -> Callable[[], bool]:
-        """``stop``, as far as it may end a window in its middle."""
+        """Return ``stop`` if it may end a window halfway, else a function that never stops."""
 
     def adopt(
         self, position: RunPosition, buffers: AdapterBuffers, sums: Sequence[Tensor]
     ) -> RunPosition:
-        """This rank's part of a resumed position, whose sums are those of all ranks."""
+        """Return this rank's part of a resumed position, whose sums are those of all ranks.
+
+        Args:
+            position: The checkpoint's position.
+            buffers: Flat buffers, whose gradient is the sum over all ranks.
+            sums: Further sums over all ranks.
+        """
 
     def exchange(
         self,
@@ -69,13 +78,21 @@ class ProcessGroup(Protocol):
         asked: ControlFlags,
         sums: Sequence[Tensor],
     ) -> ReducedWindow:
-        """Sum the window over all ranks. Raises PeerLostError, PeerTimeoutError.
+        """Sum the window over all ranks.
 
-        sums: fp64, of whatever else is summed over samples; like the gradient changed in place.
+        Args:
+            buffers: Flat buffers; the gradient is changed in place.
+            position: This rank's position.
+            asked: Flags that this rank sets.
+            sums: fp64 sums over samples to add up too, changed in place.
+
+        Raises:
+            PeerLostError: A rank is gone.
+            PeerTimeoutError: A rank does not respond.
         """
 
     def broadcast_object(self, value: _T) -> _T:
-        """Rank 0's ``value``, on every rank. Raises PeerLostError, PeerTimeoutError."""
+        """Return rank 0's ``value`` on every rank. Raises PeerLostError, PeerTimeoutError."""
 
     def all_gather_object(self, value: _T) -> Sequence[_T]:
         """Return every rank's ``value``, by rank. Raises PeerLostError, PeerTimeoutError."""
@@ -87,17 +104,23 @@ class SingleProcess:
     share = ALL_MICRO_STEPS
 
     def tail_elements(self, sums: int) -> int:
-        """None."""
+        """Return 0: there is nothing to exchange."""
         return 0
 
     def between_micro_steps(self, stop: Callable[[], bool]) -> Callable[[], bool]:
-        """A single rank can stop after any micro-step."""
+        """Return ``stop``: a single rank can stop after any micro-step."""
         return stop
 
     def adopt(
         self, position: RunPosition, buffers: AdapterBuffers, sums: Sequence[Tensor]
     ) -> RunPosition:
-        """All of it."""
+        """Return the entire position. See `ProcessGroup` for the arguments.
+
+        Args:
+            position: The checkpoint's position.
+            buffers: Unused.
+            sums: Unused.
+        """
         return position
 
     def exchange(
@@ -107,15 +130,22 @@ class SingleProcess:
         asked: ControlFlags,
         sums: Sequence[Tensor],
     ) -> ReducedWindow:
-        """Nobody to exchange with."""
+        """Return the window unchanged. See `ProcessGroup` for the arguments.
+
+        Args:
+            buffers: Unused.
+            position: This rank's position.
+            asked: Flags that this rank sets.
+            sums: Unused.
+        """
         return ReducedWindow(position, asked, math.nan)
 
     def broadcast_object(self, value: _T) -> _T:
-        """The value."""
+        """Return the value."""
         return value
 
     def all_gather_object(self, value: _T) -> Sequence[_T]:
-        """The value alone."""
+        """Return the value alone."""
         return (value,)
 
 
@@ -123,25 +153,31 @@ SINGLE_PROCESS: Final = SingleProcess()
 
 
 class DistributedGroup:
-    """Ranks in processes of their own, over torch's default process group."""
+    """Ranks in separate processes, over torch's default process group."""
 
-    def __init__(self, rank: int, size: int, roll_call: RankMonitor | None = None) -> None:
-        """roll_call: without one, a rank that goes away is not named."""
+    def __init__(self, rank: int, size: int, monitor: RankMonitor | None = None) -> None:
+        """Join as ``rank`` of ``size``. Without ``monitor`` a lost rank is not named."""
         self.share = Share(rank, size)
-        self._roll_call = roll_call or RankMonitor(None, rank, size, timedelta.max)
+        self._monitor = monitor or RankMonitor(None, rank, size, timedelta.max)
 
     def tail_elements(self, sums: int) -> int:
-        """A note per rank."""
+        """Return the size of one payload per rank."""
         return payload_elements(sums) * self.share.size
 
     def between_micro_steps(self, stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Never: the ranks agree at the window's end and stop together there."""
+        """Never stop: the ranks agree at the end of the window and stop there together."""
         return lambda: False
 
     def adopt(
         self, position: RunPosition, buffers: AdapterBuffers, sums: Sequence[Tensor]
     ) -> RunPosition:
-        """Rank 0 takes the sums of an unfinished window, the others begin theirs at 0."""
+        """Give the sums of an unfinished window to rank 0 and start the others at 0.
+
+        Args:
+            position: The checkpoint's position.
+            buffers: Flat buffers, whose gradient is the sum over all ranks.
+            sums: Further sums over all ranks.
+        """
         if self.share.rank == 0:
             return position
         buffers.zero_gradient()
@@ -158,7 +194,14 @@ class DistributedGroup:
         asked: ControlFlags,
         sums: Sequence[Tensor],
     ) -> ReducedWindow:
-        """One all-reduce of the gradient and, in its tail, of every rank's note."""
+        """All-reduce the gradient together with every rank's payload in its tail.
+
+        Args:
+            buffers: Flat buffers; the gradient is changed in place.
+            position: This rank's position.
+            asked: Flags that this rank sets.
+            sums: fp64 sums over samples to add up too, changed in place.
+        """
         device = buffers.masters.device
         carried = [position.window_loss.to(device).reshape(1), *(one.flatten() for one in sums)]
         tail = buffers.reduced[buffers.numel :].view(self.share.size, -1)
@@ -166,7 +209,7 @@ class DistributedGroup:
         tail[self.share.rank] = pack_payload(
             buffers.masters, buffers.gradient, position.window_samples, asked, carried
         )
-        with self._roll_call.around():
+        with self._monitor.watching():
             distributed.all_reduce(buffers.reduced)
         notes = unpack_payloads(tail)
         loss, *others = notes.sums.to(device).split([one.numel() for one in carried])
@@ -180,24 +223,24 @@ class DistributedGroup:
         )
 
     def broadcast_object(self, value: _T) -> _T:
-        """A broadcast of any picklable value."""
+        """Broadcast any picklable value from rank 0."""
         box = [value]
-        with self._roll_call.around():
+        with self._monitor.watching():
             distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
     def all_gather_object(self, value: _T) -> Sequence[_T]:
-        """An all-gather of any picklable value."""
+        """Gather any picklable value from all ranks."""
         found = [value] * self.share.size
-        with self._roll_call.around():
+        with self._monitor.watching():
             distributed.all_gather_object(found, value)
         return found
 
 
 def run_on_rank0(process_group: ProcessGroup, act: Callable[[], _T]) -> _T:
-    """What ``act`` gives on rank 0, which alone does it, on every rank.
+    """Run ``act`` only on rank 0 and return its result on every rank.
 
-    Where it ends the run there, every rank raises the same, and it is said once.
+    If it ends the run there, every rank raises the same error, which is reported once.
     """
     outcome: _T | RunEndedError | None = None
     if process_group.share.rank == 0:
@@ -205,8 +248,8 @@ def run_on_rank0(process_group: ProcessGroup, act: Callable[[], _T]) -> _T:
             outcome = act()
         except RunEndedError as ended:
             outcome = ended
-    told: _T | RunEndedError | None = process_group.broadcast_object(outcome)
-    if isinstance(told, RunEndedError):
-        told.alike = True
-        raise told
-    return cast(_T, told)
+    shared: _T | RunEndedError | None = process_group.broadcast_object(outcome)
+    if isinstance(shared, RunEndedError):
+        shared.alike = True
+        raise shared
+    return cast(_T, shared)

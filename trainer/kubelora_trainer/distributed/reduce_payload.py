@@ -1,7 +1,7 @@
-"""What a rank tells the others of a window, as bytes behind the gradient that all of them sum.
+"""Payload of each rank, as bytes behind the gradient in the all-reduce.
 
-Each rank writes into its own place and zeros stand in the others', so the sum holds every note as
-it was written: whole numbers up to 255 are exact in every float type. Reading it is the one time in
+Each rank writes to its own slot and leaves zeros in the others, so the sum contains every payload
+unchanged: integers up to 255 are exact in every float type. Reading the result is the only time in
 a step that the host waits for the device.
 """
 
@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 _WHOLE_NUMBERS: Final = 5
-"""Of a note: checksum, samples, stop, due, broken. Loss and further sums follow; 8 bytes each."""
+"""Integers of a payload: checksum, samples, stop, due, broken. Sums follow; 8 bytes each."""
 
 
 @dataclass(frozen=True)
 class ControlFlags:
-    """What a rank asks of all at a window's end.
+    """Requests of a rank to all ranks at the end of a window.
 
-    stop: to leave, in order. due: to look at what it found, which may end the run or take it back.
+    Attributes:
+        stop: Stop in an orderly way.
+        due: Evaluate the findings, which may end the run or roll it back.
     """
 
     stop: bool
@@ -29,10 +31,14 @@ class ControlFlags:
 
 @dataclass(frozen=True)
 class RankPayloads:
-    """The notes of all ranks, by rank.
+    """The payloads of all ranks, by rank.
 
-    checksums: of the weights' bits. samples: of the window. broken: whether the rank's own part of
-    the gradient held anything that is not finite. sums: what floats add up to, fp64 on the CPU.
+    Attributes:
+        checksums: Checksums of the weights' bits.
+        samples: Samples of the window.
+        asked: Requests.
+        broken: True if the rank's own part of the gradient was not finite.
+        sums: Totals of the floating-point sums, fp64 on the CPU.
     """
 
     checksums: Sequence[int]
@@ -43,14 +49,22 @@ class RankPayloads:
 
 
 def payload_elements(sums: int) -> int:
-    """Elements of one rank's note. sums: further sums beside the loss."""
+    """Return the number of elements of one payload with ``sums`` sums in addition to the loss."""
     return 8 * (_WHOLE_NUMBERS + 1 + sums)
 
 
 def pack_payload(
     masters: Tensor, gradient: Tensor, samples: int, asked: ControlFlags, floats: Sequence[Tensor]
 ) -> Tensor:
-    """A rank's note: uint8 on the masters' device. floats: fp64, one-dimensional, loss first."""
+    """Build a rank's payload: uint8 on the device of the masters.
+
+    Args:
+        masters: Master weights, for the checksum.
+        gradient: The rank's own gradient, which is checked for non-finite values.
+        samples: The rank's samples of the window.
+        asked: Requests.
+        floats: fp64 sums, one-dimensional, the loss first.
+    """
     known = torch.tensor([samples, int(asked.stop), int(asked.due)], device=masters.device)
     ends = torch.stack(gradient.aminmax())
     broken = (~torch.isfinite(ends)).any().long().reshape(1)
@@ -59,7 +73,7 @@ def pack_payload(
 
 
 def unpack_payloads(tail: Tensor) -> RankPayloads:
-    """Take the summed ``tail`` (ranks, elements) apart. Waits for its device."""
+    """Split the summed ``tail`` (ranks, elements) into payloads; waits for the device."""
     notes = tail.to(torch.uint8).cpu()
     whole, floats = notes.split([8 * _WHOLE_NUMBERS, notes.shape[1] - 8 * _WHOLE_NUMBERS], 1)
     checksums, samples, stop, due, broken = whole.contiguous().view(torch.int64).T.tolist()
@@ -73,6 +87,6 @@ def unpack_payloads(tail: Tensor) -> RankPayloads:
 
 
 def checksum(masters: Tensor) -> Tensor:
-    """Sum of the weights' bit patterns, int64 scalar: exact, whatever order a device sums in."""
+    """Sum the weights' bit patterns as an int64 scalar: exact in any order of summation."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[masters.element_size()]
     return masters.view(whole).sum(dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""How ranks find each other: they meet at a store that node 0's launcher keeps.
+"""Rendezvous of the ranks at a TCPStore that node 0's launcher keeps.
 
-Waiting is done here in Python, in short rounds, so that a stop is heard while others are still on
-their way (a pod that waits for a GPU, an image that is pulled).
+Waiting happens in Python, in short rounds, so that a stop request takes effect while other ranks
+are still starting (a pod that waits for a GPU, an image that is being pulled).
 """
 
 import os
@@ -23,35 +23,35 @@ from kubelora_trainer.utils.errors import ConfigurationError, InterruptedRunErro
 from kubelora_trainer.utils.text import ranks_named
 
 BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
-"""Lets NCCL raise when it waited in vain. Its own way is to abort the process, which would then
-look like the cause; the host waits for the device right after the all-reduce anyway."""
+"""Makes NCCL raise on a timeout. By default it aborts the process, which would then look like the
+cause. Blocking costs nothing: the host waits for the device right after the all-reduce anyway."""
 RENDEZVOUS_SECONDS: Final = 900.0
-"""How long the first rank waits for the last: scheduling and image pulls differ by minutes."""
+"""How long the first rank waits for the last; scheduling and image pulls differ by minutes."""
 SILENCE: Final = timedelta(minutes=30)
-"""How long ranks wait for one that is alive but busy (sample images, a slow disk). One that died
-is noticed at once, by its closed connections and by its launcher."""
+"""How long ranks wait for one that is alive but busy (sample images, a slow disk). A dead rank is
+noticed at once, by its closed connections and by its launcher."""
 _ROUND_SECONDS: Final = 0.2
 
 
 def listen_for_ranks(layout: NodeTopology) -> socket.socket:
-    """Where the ranks are to meet: they may knock from now on. On a single node for it alone.
+    """Open the rendezvous port, so that ranks can connect; with one node, only on loopback.
 
-    Raises ConfigurationError where the port is taken.
+    Raises ConfigurationError if the port is taken.
     """
     try:
         return _listener(layout)
     except OSError as error:
         raise ConfigurationError(
-            f"port {layout.port}, where the ranks are to meet, can't be opened ({error.strerror}); "
-            "set MASTER_PORT to a free one on every node"
+            f"the rendezvous port {layout.port} cannot be opened ({error.strerror}); "
+            "set MASTER_PORT to a free port on every node"
         ) from error
 
 
 def build_store(listener: socket.socket) -> TCPStore:
-    """The meeting place, kept by node 0's launcher, behind a door that it takes over.
+    """Start the rendezvous store in node 0's launcher, on an open listener.
 
-    Its thread looks up names. A process forked meanwhile would find the C library's lock on that
-    taken for ever, so ranks are started before.
+    The store's thread resolves host names. A process forked at that moment would inherit the C
+    library's resolver lock in the locked state, so ranks must be started before.
     """
     port = listener.getsockname()[1]
     return TCPStore(
@@ -75,18 +75,25 @@ def init_process_group_of(
     stop: Callable[[], bool],
     silence: timedelta = SILENCE,
 ) -> DistributedGroup:
-    """Meet all other ranks and form one process group with them.
+    """Wait for all ranks and form the process group with them.
 
-    device: where this rank trains; gradients travel by NCCL between GPUs, by gloo else. silence:
-    how long one rank waits for another in a collective.
-    Raises InterruptedRunError on ``stop``, PeerLostError where not all ranks come.
+    Args:
+        rank_info: This rank.
+        device: Device of this rank; gradients use NCCL between GPUs and gloo otherwise.
+        stop: Polled while waiting.
+        silence: Timeout of a collective.
+
+    Raises:
+        InterruptedRunError: ``stop`` returned True.
+        PeerLostError: Not all ranks came.
     """
     os.environ.setdefault(BLOCKING, "1")
+    # gloo picks the host name's interface, which may not reach loopback.
     if rank_info.address == LOOPBACK and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     deadline = time.monotonic() + RENDEZVOUS_SECONDS
-    nobody = f"nobody answers at {rank_info.address}:{rank_info.port}"
-    _wait(lambda: _answers(rank_info), stop, deadline, lambda: nobody)
+    unreachable = f"the rendezvous at {rank_info.address}:{rank_info.port} did not answer"
+    _wait(lambda: _answers(rank_info), stop, deadline, lambda: unreachable)
     try:
         store = TCPStore(rank_info.address, rank_info.port, is_master=False, wait_for_workers=False)
         store.set(_joined(rank_info.rank), "")
@@ -95,16 +102,16 @@ def init_process_group_of(
             stop,
             deadline,
             lambda: (
-                f"{ranks_named(_late(store, rank_info.size), '')} of {rank_info.size} did not come"
+                f"{ranks_named(_late(store, rank_info.size), '')} of {rank_info.size} did not join"
             ),
         )
     except RuntimeError as error:
         raise PeerLostError(
-            "the meeting place of the ranks went away before training began; the cause is in the "
-            "words of the first node's ranks"
+            "the rendezvous went away before training began; the cause is in the logs of the first "
+            "node"
         ) from error
-    roll_call = RankMonitor(store, rank_info.rank, rank_info.size, silence)
-    with roll_call.around():
+    monitor = RankMonitor(store, rank_info.rank, rank_info.size, silence)
+    with monitor.watching():
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("ranks", store),
@@ -112,11 +119,11 @@ def init_process_group_of(
             world_size=rank_info.size,
             timeout=silence,
         )
-    return DistributedGroup(rank_info.rank, rank_info.size, roll_call)
+    return DistributedGroup(rank_info.rank, rank_info.size, monitor)
 
 
 def _late(store: TCPStore, size: int) -> list[int]:
-    """Ranks that have not come to the meeting place."""
+    """Return the ranks that have not joined yet."""
     keys = {rank: _joined(rank) for rank in range(size)}
     if store.check(list(keys.values())):
         return []
@@ -143,10 +150,10 @@ def _wait(
 ) -> None:
     while not reached():
         if stop():
-            raise InterruptedRunError("stopped while the ranks gathered; nothing was trained yet")
+            raise InterruptedRunError("stopped during rendezvous; nothing was trained yet")
         if time.monotonic() > deadline:
             raise PeerLostError(
-                f"{otherwise()} within {RENDEZVOUS_SECONDS:.0f} s; look at the other ranks' words, "
-                "or whether their pods have started"
+                f"{otherwise()} within {RENDEZVOUS_SECONDS:.0f} s; check the other ranks' logs, "
+                "and that their pods have started"
             )
         time.sleep(_ROUND_SECONDS)

@@ -1,7 +1,7 @@
-"""Which ranks a job has, and which of them run on this node. No torch here.
+"""Ranks of a job, and those of this node. This module does not import torch.
 
-A node runs one rank per GPU that ``workers.gpusPerNode`` names, and at least one: on a CPU
-(``training.device: cpu``, or gpusPerNode 0) the number is that of processes.
+A node runs one rank per GPU in ``workers.gpusPerNode``, and at least one. On a CPU
+(``training.device: cpu``, or gpusPerNode 0) it is the number of processes.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,14 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """All ranks of a run, as one node sees them.
+    """All ranks of a run, as seen from one node.
 
-    node: this one, from 0. address, port: where node 0 keeps the ranks' meeting place; port 0
-    means a free one of this machine.
+    Attributes:
+        nodes: Number of nodes.
+        node: Index of this node, from 0.
+        ranks_per_node: Ranks on each node.
+        address: Address of the rendezvous on node 0.
+        port: Port of the rendezvous; 0 chooses a free one.
     """
 
     nodes: int
@@ -31,13 +35,13 @@ class NodeTopology:
 
     @property
     def size(self) -> int:
-        """Ranks of the run."""
+        """World size."""
         return self.nodes * self.ranks_per_node
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank's place: its number in the run and on its node, and where all meet."""
+    """One rank's numbers in the run and on its node, and the address of the rendezvous."""
 
     rank: int
     local_rank: int
@@ -48,16 +52,22 @@ class RankInfo:
 
     @property
     def share(self) -> Share:
-        """Which micro-steps are this rank's."""
+        """Which micro-steps this rank computes."""
         return Share(self.rank, self.size)
 
 
 SINGLE_RANK = RankInfo(rank=0, local_rank=0, size=1, ranks_per_node=1, address=LOOPBACK, port=0)
-"""Of a run of one rank."""
+"""The only rank of a single-process run."""
 
 
 def rank_info_of(layout: NodeTopology, local_rank: int, port: int) -> RankInfo:
-    """The place of a rank of this node. port: of the meeting place, as it was opened."""
+    """Describe a rank of this node.
+
+    Args:
+        layout: Ranks of the run.
+        local_rank: Index on this node.
+        port: Port of the rendezvous, as it was opened.
+    """
     return RankInfo(
         rank=layout.node * layout.ranks_per_node + local_rank,
         local_rank=local_rank,
@@ -69,10 +79,10 @@ def rank_info_of(layout: NodeTopology, local_rank: int, port: int) -> RankInfo:
 
 
 def node_topology(workers: Workers, environment: Mapping[str, str]) -> NodeTopology:
-    """The ranks that ``workers`` asks for, seen from the node that the environment names.
+    """Derive the topology from ``workers`` and this node's environment variables.
 
-    Raises ConfigurationError where several nodes are asked for and the environment does not say
-    which one this is, or where node 0 is.
+    Raises ConfigurationError if there are several nodes and the environment lacks this node's index
+    or the address of node 0.
     """
     per_node = max(1, workers.gpus_per_node)
     if workers.nodes == 1:
@@ -81,21 +91,21 @@ def node_topology(workers: Workers, environment: Mapping[str, str]) -> NodeTopol
     if not address:
         raise ConfigurationError(
             f"workers.nodes is {workers.nodes}, but {names.ENV_MASTER_ADDR} is not set: start the "
-            f"same command on every node, with {names.ENV_MASTER_ADDR} the address of the first "
-            f"and {names.ENV_COMPLETION_INDEX} each node's number from 0; or set "
-            "--set spec.workers.nodes=1 to train on this machine alone"
+            f"same command on every node, with {names.ENV_MASTER_ADDR} set to the address of the "
+            f"first node and {names.ENV_COMPLETION_INDEX} to each node's index from 0; or pass "
+            "--set spec.workers.nodes=1 to train only on this machine"
         )
-    port = _whole(environment, names.ENV_MASTER_PORT, names.RENDEZVOUS_PORT, 1, 65535)
-    node = _whole(environment, names.ENV_COMPLETION_INDEX, None, 0, workers.nodes - 1)
+    port = _integer(environment, names.ENV_MASTER_PORT, names.RENDEZVOUS_PORT, 1, 65535)
+    node = _integer(environment, names.ENV_COMPLETION_INDEX, None, 0, workers.nodes - 1)
     return NodeTopology(workers.nodes, node, per_node, address, port)
 
 
-def _whole(
+def _integer(
     environment: Mapping[str, str], name: str, default: int | None, least: int, most: int
 ) -> int:
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
         raise ConfigurationError(
-            f"{name} must be a whole number from {least} to {most}, found {text!r}"
+            f"{name} must be an integer from {least} to {most}, found {text!r}"
         )
     return int(text)

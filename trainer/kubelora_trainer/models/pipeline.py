@@ -1,7 +1,7 @@
-"""Loads the frozen SDXL pipeline that an adapter is trained for, and refuses anything else.
+"""Loading and validation of the frozen SDXL pipeline that an adapter is trained for.
 
-A wrong or damaged model must be a sentence before the first step, not a traceback in the middle of
-loading, and never a layer that was silently left at random values.
+A wrong or damaged model must be reported in one sentence before the first step. It must not end in
+a traceback halfway through loading, and no layer may silently keep random weights.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,18 @@ Prediction = Literal["auto", "epsilon", "v_prediction"]
 class BaseModel:
     """An SDXL pipeline, frozen and in eval mode.
 
-    unet: in the compute dtype. vae: fp32 always, for SDXL's overflows in half precision.
-    text_encoders, tokenizers: CLIP ViT-L and OpenCLIP bigG, in this order.
-    noise_scheduler: DDPM with the pipeline's betas and prediction type, or the job's, for training.
-    sampling_scheduler: class name and configuration of the pipeline's own scheduler, likewise.
-    fingerprint: SHA-256 of configurations and of the weight files' headers and sizes.
+    Attributes:
+        folder: Directory of the pipeline.
+        unet: The UNet in the compute dtype.
+        vae: The VAE, always in fp32, because SDXL's overflows in half precision.
+        text_encoders: CLIP ViT-L and OpenCLIP bigG, in this order.
+        tokenizers: Their tokenizers.
+        noise_scheduler: DDPM for training, with the pipeline's betas and the pipeline's or job's
+            prediction type.
+        sampling_scheduler: Class name and configuration of the pipeline's own scheduler, adjusted
+            likewise.
+        force_zeros_for_empty_prompt: The pipeline's own setting.
+        fingerprint: SHA-256 of configurations and of the weight files' headers and sizes.
     """
 
     folder: Path
@@ -49,7 +56,7 @@ class BaseModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the UNet lives. Read off a weight: ``unet.device`` walks over all its modules."""
+        """Device of the UNet; read from a weight because ``unet.device`` walks over all modules."""
         device: torch.device = self.unet.conv_in.weight.device
         return device
 
@@ -66,11 +73,17 @@ def load_base_model(
 ) -> BaseModel:
     """Load the pipeline in ``folder``.
 
-    variant: infix of the weight files, such as fp16; None takes the plain files.
-    vae: folder of another AutoencoderKL that replaces the pipeline's own.
-    dtype: of UNet and text encoders.
-    prediction, zero_terminal_snr: see ``noise_schedule``.
-    Raises ConfigurationError for what is missing, damaged or not SDXL.
+    Args:
+        folder: Directory in diffusers layout.
+        variant: Infix of the weight files, such as fp16; None loads the plain files.
+        vae: Directory of another AutoencoderKL that replaces the pipeline's own.
+        dtype: Type of the UNet and the text encoders.
+        device: Device of all components.
+        prediction: See `noise_schedule`.
+        zero_terminal_snr: See `noise_schedule`.
+
+    Raises:
+        ConfigurationError: The model is incomplete, damaged or not SDXL.
     """
     index = check_pipeline(folder)
     vae_folder, vae_variant = (_vae_folder(vae), None) if vae else (folder / "vae", variant)
@@ -102,7 +115,14 @@ def load_base_model(
 def load_unet(
     folder: Path, *, variant: str | None, dtype: torch.dtype, device: torch.device
 ) -> UNet2DConditionModel:
-    """The pipeline's UNet alone, fresh and frozen."""
+    """Load a fresh, frozen copy of only the pipeline's UNet.
+
+    Args:
+        folder: Directory of the pipeline.
+        variant: Infix of the weight files.
+        dtype: Type of the weights.
+        device: Device of the weights.
+    """
     with quiet_libraries():
         return _part(UNet2DConditionModel, folder / "unet", variant, dtype, device)
 
@@ -110,7 +130,15 @@ def load_unet(
 def load_text_encoder(
     folder: Path, part: str, *, variant: str | None, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """One of the pipeline's text encoders alone, fresh and frozen. part: its subfolder."""
+    """Load a fresh, frozen copy of only one of the pipeline's text encoders.
+
+    Args:
+        folder: Directory of the pipeline.
+        part: Subdirectory of the text encoder.
+        variant: Infix of the weight files.
+        dtype: Type of the weights.
+        device: Device of the weights.
+    """
     kind = CLIPTextModel if part == "text_encoder" else CLIPTextModelWithProjection
     with quiet_libraries():
         encoder: nn.Module = _part(kind, folder / part, variant, dtype, device)
@@ -120,7 +148,7 @@ def load_text_encoder(
 def _part(
     kind: Any, folder: Path, variant: str | None, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """One component. Tensors that the file lacks, or has in another shape, are an error."""
+    """Load one component; tensors that are missing or of another shape are an error."""
     dtype_name = "dtype" if kind.__module__.startswith("transformers.") else "torch_dtype"
     arguments = {
         dtype_name: dtype,
@@ -134,20 +162,19 @@ def _part(
     if wrong:
         raise ConfigurationError(
             f"The weights in {folder} lack {len(wrong)} tensors of its {kind.__name__}, such as "
-            f"{sorted(wrong)[0]}: config.json and weights do not belong together. Fetch the "
-            "model again."
+            f"{sorted(wrong)[0]}: config.json and weights do not match. Download the model again."
         )
     module: nn.Module = model
     return module.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
 def _load(load: Callable[[], Any], folder: Path) -> Any:
-    """Any failure of a library's loader as one sentence; their exceptions share no base."""
+    """Report any failure of a library's loader in one sentence; they share no base class."""
     try:
         return load()
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
-            f"{folder} does not fit into the device's memory: {error}"
+            f"{folder} does not fit in the device's memory: {error}"
         ) from error
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -157,7 +184,7 @@ def _load(load: Callable[[], Any], folder: Path) -> Any:
 def _tokenizer(folder: Path) -> CLIPTokenizer:
     if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.json")):
         raise ConfigurationError(
-            f"{folder} holds no tokenizer (vocab.json and merges.txt, or tokenizer.json): fetch "
+            f"{folder} holds no tokenizer (vocab.json and merges.txt, or tokenizer.json): download "
             "the model again."
         )
     return _load(lambda: CLIPTokenizer.from_pretrained(folder, local_files_only=True), folder)
@@ -166,13 +193,19 @@ def _tokenizer(folder: Path) -> CLIPTokenizer:
 def noise_schedule(
     config: dict[str, Any], prediction: Prediction, zero_terminal_snr: bool
 ) -> dict[str, Any]:
-    """A scheduler's configuration, with what the job says in place of what the model says.
+    """Apply the job's settings to a scheduler's configuration.
 
-    prediction: auto keeps the model's. zero_terminal_snr: betas are rescaled so that the last
-    timestep is pure noise, and sampling begins there (Lin et al. 2023, "Common diffusion noise
-    schedules and sample steps are flawed", algorithm 1 and section 3.3).
-    Raises ConfigurationError for another prediction type, and for zero terminal SNR with epsilon:
-    of pure noise the noise is known already, so the last timestep would teach nothing.
+    Args:
+        config: The pipeline's scheduler configuration.
+        prediction: The job's prediction type; "auto" keeps the model's.
+        zero_terminal_snr: Rescale the betas so that the last timestep is pure noise, and start
+            sampling there (Lin et al. 2023, "Common diffusion noise schedules and sample steps are
+            flawed", algorithm 1 and section 3.3).
+
+    Raises:
+        ConfigurationError: The prediction type is unsupported, or zero terminal SNR is combined
+            with epsilon: at pure noise the noise is already known, so the last timestep would
+            teach nothing.
     """
     kind = config.get("prediction_type", "epsilon") if prediction == "auto" else prediction
     if kind not in ("epsilon", "v_prediction"):
@@ -185,9 +218,9 @@ def noise_schedule(
         changed |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     if changed.get("rescale_betas_zero_snr") and kind == "epsilon":
         raise ConfigurationError(
-            "Zero terminal SNR needs a model that predicts v, and this one predicts epsilon: set "
-            "model.predictionType to v_prediction if that is wrong, or leave "
-            "model.zeroTerminalSnr out."
+            "Zero terminal SNR needs a model that predicts v, but this one predicts epsilon: set "
+            "model.predictionType to v_prediction if that is wrong, or remove "
+            "model.zeroTerminalSnr."
         )
     return changed
 
@@ -197,7 +230,7 @@ def _noise_scheduler(folder: Path, config: dict[str, Any]) -> DDPMScheduler:
 
 
 def _vae_folder(place: Path) -> Path:
-    """A VAE's own folder, or the vae of a whole pipeline."""
+    """Find a VAE's own directory, or the vae of a complete pipeline."""
     if (place / "config.json").is_file():
         found = str(read_json(place / "config.json").get("_class_name"))
         if found != "AutoencoderKL":

@@ -1,6 +1,6 @@
-"""What a folder that should hold an SDXL pipeline really holds, told before anything is loaded.
+"""Checks that a directory holds an SDXL pipeline, before anything is loaded.
 
-Reads configurations and the headers of weight files alone: a 7 GB model is judged in milliseconds.
+Only configurations and the headers of weight files are read, so a 7 GB model takes milliseconds.
 """
 
 import hashlib
@@ -23,13 +23,14 @@ PIPELINE_PARTS = {
     "text_encoder_2": "CLIPTextModelWithProjection",
 }
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
+# Enough to tell fine-tunes of one model apart, and still milliseconds per file.
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
 WANTED = "an SDXL pipeline in diffusers layout, such as stabilityai/stable-diffusion-xl-base-1.0"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the model. Raises ConfigurationError."""
+    """Read a JSON object from a file of the model. Raises ConfigurationError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -37,14 +38,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} can't be read as JSON: {error}.") from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} holds no JSON object: fetch the model again.")
+        raise ConfigurationError(f"{path} holds no JSON object: download the model again.")
     return content
 
 
 def check_pipeline(folder: Path) -> dict[str, Any]:
-    """The pipeline's index, once everything in it is what SDXL has.
+    """Check that every part is SDXL's and return the pipeline's index.
 
-    Raises ConfigurationError that names what was found in place of it.
+    Raises ConfigurationError that names what was found instead.
     """
     index = _index_of(folder)
     found = str(index.get("_class_name"))
@@ -73,19 +74,19 @@ def _index_of(folder: Path) -> dict[str, Any]:
         )
     if folder.is_file():
         raise ConfigurationError(
-            f"{folder} is a file where the folder of a pipeline is needed: {WANTED}."
+            f"{folder} is a file, but model.uri needs the folder of a pipeline: {WANTED}."
         )
     if not any(folder.iterdir()):
         raise ConfigurationError(f"The model folder {folder} is empty: model.uri needs {WANTED}.")
     if not (folder / "model_index.json").is_file():
         raise ConfigurationError(
-            f"{folder} is no diffusers pipeline (no model_index.json): model.uri needs {WANTED}."
+            f"{folder} is not a diffusers pipeline (no model_index.json): model.uri needs {WANTED}."
         )
     return read_json(folder / "model_index.json")
 
 
 def _check_unet(folder: Path) -> None:
-    """SDXL's conditioning: time ids beside the text, and both encoders' states side by side."""
+    """Check SDXL's conditioning: time ids, and the states of both text encoders concatenated."""
     unet = read_json(folder / "unet" / "config.json")
     kind = unet.get("addition_embed_type")
     if kind != "text_time":
@@ -101,12 +102,13 @@ def _check_unet(folder: Path) -> None:
     if not known or unet.get("cross_attention_dim") != sum(widths):
         raise ConfigurationError(
             f"The UNet in {folder} attends to {unet.get('cross_attention_dim')} channels, but its "
-            f"text encoders give {widths[0]} + {widths[1]}: its parts do not belong together."
+            f"text encoders give {widths[0]} + {widths[1]}: its parts do not match. Download the "
+            "model again."
         )
 
 
 def check_weights(folder: Path, variant: str | None) -> None:
-    """Whether the variant's safetensors files are there and whole. Raises ConfigurationError."""
+    """Check that the variant's safetensors files are complete. Raises ConfigurationError."""
     read_json(folder / "config.json")
     files = weight_files(folder, variant)
     if not files:
@@ -119,12 +121,12 @@ def check_weights(folder: Path, variant: str | None) -> None:
 
 
 def weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """Safetensors files of the variant, sorted by name."""
+    """List the variant's safetensors files, sorted by name."""
     return sorted(f for f in folder.glob("*.safetensors") if is_of_variant(f.name, variant))
 
 
 def is_of_variant(name: str, variant: str | None) -> bool:
-    """Whether a weight file, or its index, belongs to the variant.
+    """Return True if a weight file or its index belongs to the variant.
 
     Names are ``stem[.variant][-i-of-n].safetensors`` and ``stem[-i-of-n][.variant].safetensors``.
     """
@@ -147,21 +149,23 @@ def _missing(folder: Path, variant: str | None) -> str:
         return f"{folder} holds no {what}, only {', '.join(others[:4])}: see model.variant{near}"
     if any(f.suffix in PICKLE_SUFFIXES for f in folder.iterdir()):
         return (
-            f"{folder} holds no {what}, only pickled ones, which can run code when they are "
-            "loaded: convert the model to safetensors."
+            f"{folder} holds no {what}, only pickles, which can run code when they are loaded: "
+            "convert the model to safetensors."
         )
-    cure = "correct model.variant, or fetch the model again" if variant else "fetch the model again"
-    return f"{folder} holds no {what}: {cure}."
+    advice = "download the model again"
+    if variant:
+        advice = f"correct model.variant, or {advice}"
+    return f"{folder} holds no {what}: {advice}."
 
 
 def _check_header(file: Path) -> None:
-    """Opening checks that the header parses and that its offsets end at the file's end."""
+    """Open a file, which checks that the header parses and that offsets match the file's size."""
     try:
         with safe_open(file, framework="pt"):
             pass
     except (SafetensorError, OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{file} is damaged or not a safetensors file ({error}): fetch the model again."
+            f"{file} is damaged or not a safetensors file ({error}): download the model again."
         ) from error
 
 
@@ -170,16 +174,25 @@ def _check_shards(index: Path) -> None:
     for name in sorted(names):
         if not (index.parent / name).is_file():
             raise ConfigurationError(
-                f"{index} names {name}, which is missing: fetch the model again."
+                f"{index} names {name}, which is missing: download the model again."
             )
 
 
 def fingerprint(folder: Path, variant: str | None, vae: Path, vae_variant: str | None) -> str:
-    """SHA-256, in hex, over configurations and over headers, sizes and samples of weight files.
+    """Hash configurations and headers, sizes and samples of the weight files.
 
-    Headers hold every tensor's name, dtype and shape. Of the weights, 64 evenly spaced pieces of
-    4 KiB a file are read: fine-tunes of one model, equal in all else, differ nearly everywhere.
-    What configurations say of where, and by which version, they were written does not count.
+    Headers hold every tensor's name, dtype and shape. Of the weights, 64 evenly spaced pieces of 4
+    KiB per file are read: fine-tunes of one model share everything else but differ nearly
+    everywhere. Where and by which library version a configuration was written does not count.
+
+    Args:
+        folder: Directory of the pipeline.
+        variant: Infix of its weight files.
+        vae: Directory of the VAE in use.
+        vae_variant: Infix of the VAE's weight files.
+
+    Returns:
+        SHA-256 in hex.
     """
     digest = hashlib.sha256()
     parts = [(folder / part, variant) for part in PIPELINE_PARTS if part != "vae"] + [
@@ -204,7 +217,7 @@ def _what_decides(config: Path) -> bytes:
 
 
 def header_and_samples(file: Path) -> Iterator[bytes]:
-    """Name, size, header and 64 evenly spaced pieces of 4 KiB of a safetensors file."""
+    """Yield name, size, header and 64 evenly spaced pieces of 4 KiB of a safetensors file."""
     size = file.stat().st_size
     yield f"{file.name} {size}".encode()
     with file.open("rb") as content:

@@ -1,7 +1,7 @@
-"""Draws sample images with fixed seeds, with the adapter and without it, side by side.
+"""Sample images with fixed seeds, with and without the adapter, side by side.
 
-The same seed gives the same first noise at every step of a run, so that what changes between two
-grids is the adapter's doing. Drawing leaves training as it found it.
+The same seed gives the same initial noise at every step of a run, so any difference between two
+grids comes from the adapter. Sampling leaves the training state unchanged.
 """
 
 import io
@@ -39,11 +39,22 @@ def draw_samples(
     resolution: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Path]:
-    """One PNG a prompt in ``folder``: left with the adapter in ``unet``, right without it.
+    """Write one PNG per prompt to ``folder``: left with the adapter, right without it.
 
-    step: optimizer steps done, part of the file's name. resolution: edge in pixels.
-    stop: asked between denoising steps; then nothing is written and the list is empty.
-    Raises ConfigurationError when a file can't be written.
+    Args:
+        base: The frozen pipeline.
+        unet: The UNet with the adapter.
+        validation: The job's ``spec.validation``.
+        folder: Directory of the images.
+        step: Optimizer steps done, part of the file name.
+        resolution: Edge length in pixels.
+        stop: Polled between denoising steps; if it returns True, nothing is written.
+
+    Returns:
+        The files written; empty if stopped.
+
+    Raises:
+        ConfigurationError: A file cannot be written.
     """
     if not validation.prompts:
         return []
@@ -71,11 +82,11 @@ def draw_samples(
 
 
 class _NotWanted(Exception):
-    """The run is to stop: leaves the denoising loop."""
+    """Leaves the denoising loop when the run is to stop."""
 
 
 def _pipeline(base: BaseModel, unet: UNet2DConditionModel) -> "StableDiffusionXLPipeline":
-    from diffusers import StableDiffusionXLPipeline  # not needed before the first step
+    from diffusers import StableDiffusionXLPipeline  # a slow import, unneeded before step one
 
     config = base.sampling_scheduler
     kind = getattr(diffusers, str(config.get("_class_name")), diffusers.EulerDiscreteScheduler)
@@ -103,7 +114,7 @@ def _draw(
     resolution: int,
     stop: Callable[[], bool],
 ) -> Image.Image:
-    """One image. Latents are decoded here: the VAE is fp32 whatever the UNet's dtype is."""
+    """Sample one image; decode it here, because the VAE is fp32 whatever the UNet's dtype."""
 
     def ask(
         pipeline: object, step: int, level: Tensor, kept: dict[str, Tensor]
@@ -135,7 +146,7 @@ def _draw(
 
 
 def side_by_side(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
-    """Images of one size in a row, each under its label."""
+    """Place images of one size in a row, each under its label."""
     width, height = images[0].size
     grid = Image.new("RGB", (width * len(images), height + LABEL_HEIGHT), "white")
     pen = ImageDraw.Draw(grid)
@@ -148,7 +159,7 @@ def side_by_side(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.
 
 @contextmanager
 def _undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Put back train or eval mode, what needs a gradient, and the random number generators."""
+    """Restore train/eval mode, requires_grad and the random number generators afterwards."""
     training = [model.training for model in models]
     trained = [p for model in models for p in model.parameters() if p.requires_grad]
     for model in models:

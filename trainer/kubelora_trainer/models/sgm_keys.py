@@ -1,8 +1,8 @@
-"""Names of SDXL's layers as its original code and kohya's LoRA files have them.
+"""Layer names of SDXL in its original code (sgm) and in kohya's LoRA files.
 
-diffusers numbers blocks by resolution and keeps resnets, attentions and samplers in lists of their
-own; the original code (sgm) counts every resnet, with the attention after it, and every sampler in
-one row. Which is which follows from the UNet's configuration alone.
+diffusers numbers blocks by resolution and keeps resnets, attentions and samplers in separate lists.
+sgm numbers every resnet (with the attention after it) and every sampler in one sequence. The
+mapping follows from the UNet's configuration alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,12 +35,12 @@ OUTSIDE_BLOCKS = {
 
 
 def sgm_blocks(config: Mapping[str, Any]) -> dict[str, str]:
-    """sgm's name of every resnet, attention and sampler of a UNet, by its name in diffusers.
+    """Map every resnet, attention and sampler of a UNet from diffusers' name to sgm's.
 
-    config: of a UNet2DConditionModel: ``down_block_types``, ``up_block_types`` and
-    ``layers_per_block`` (n) are read. A level on the way down is n pairs (resnet, attention) and,
-    but for the last, a downsampler: ``input_blocks.1`` onwards, after conv_in. A level on the way
-    up is n + 1 pairs, and the upsampler stands behind the last of them.
+    config: of a UNet2DConditionModel; ``down_block_types``, ``up_block_types`` and
+    ``layers_per_block`` (n) are read. A level on the way down has n pairs (resnet, attention) and,
+    except for the last level, a downsampler: from ``input_blocks.1`` on, after conv_in. A level on
+    the way up has n + 1 pairs, with the upsampler after the last of them.
     """
     layers = int(config["layers_per_block"])
     names = {
@@ -73,7 +73,7 @@ def sgm_blocks(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sgm_name(name: str, blocks: Mapping[str, str]) -> str:
-    """sgm's name of a UNet's layer. blocks: from ``sgm_blocks``.
+    """Convert the name of a UNet layer to sgm's. blocks: from ``sgm_blocks``.
 
     Raises KeyError for a name that SDXL's UNet does not have.
     """
@@ -92,10 +92,10 @@ def sgm_name(name: str, blocks: Mapping[str, str]) -> str:
 def kohya_names(
     config: Mapping[str, Any], layers: Iterable[tuple[Part, str]]
 ) -> dict[tuple[Part, str], str]:
-    """The stem of each layer's keys in a kohya file, such as ``lora_unet_middle_block_1_proj_in``.
+    """Map layers to the stem of their kohya keys, such as ``lora_unet_middle_block_1_proj_in``.
 
     config: the UNet's. layers: (part, name in diffusers or transformers). Text encoders keep
-    ``text_model``, which newer versions of transformers leave out of their names.
+    ``text_model``, which newer versions of transformers omit.
     """
     blocks = sgm_blocks(config)
 

@@ -1,8 +1,8 @@
-"""Single-file checkpoints in SDXL's original layout: judged by their keys, unpacked to a pipeline.
+"""Single-file checkpoints in SDXL's original layout: checked by key, converted to a pipeline.
 
-A file holds weights alone, so a pipeline lends its configurations and tokenizers. diffusers' own
-loader translates the names; the result is written in diffusers layout to the user's cache
-directory, where everything else finds a pipeline like any other. Nothing is ever unpickled.
+A file holds only weights, so configurations and tokenizers come from another pipeline. diffusers'
+own loader translates the names. The result is written in diffusers layout to the user's cache
+directory, where it is a pipeline like any other. Nothing is ever unpickled.
 """
 
 import hashlib
@@ -46,9 +46,9 @@ _OTHERS: tuple[tuple[str, str], ...] = (
     ("lora_unet_", "a LoRA, which goes to adapter.from,"),
     ("lora_te", "a LoRA, which goes to adapter.from,"),
 )
-"""How names begin in what is not SDXL base, the prefix of the UNet left out."""
+"""Key prefixes that identify other kinds of models, without the UNet's own prefix."""
 SINGLE_FILE_FORMAT = 1
-"""Raised when what is written for one file changes."""
+"""Increment it when the conversion's output for the same file changes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Header:
 
 
 def single_file_of(place: Path) -> Path | None:
-    """The checkpoint that ``place`` is, or holds alone; None for a folder of another kind."""
+    """Return the checkpoint that ``place`` is, or the only one it holds; None for anything else."""
     if place.is_file():
         return None if place.suffix in PICKLE_SUFFIXES else place
     if not place.is_dir() or (place / "model_index.json").exists():
@@ -70,11 +70,20 @@ def single_file_of(place: Path) -> Path | None:
 
 
 def unpack(file: Path, lender: Path, cache: Path, say: Callable[[str], None]) -> Path:
-    """Folder of the pipeline that ``file`` holds, made where it is not in ``cache`` yet.
+    """Convert ``file`` to a pipeline in ``cache``, unless it is already there.
 
-    lender: pipeline whose configurations and tokenizers are used; its weights are not read.
-    Raises ConfigurationError, with its name, for what is not SDXL base, for a damaged file, for
-    configurations that are not the file's, and for a disk that refuses.
+    Args:
+        file: Single-file checkpoint.
+        lender: Pipeline whose configurations and tokenizers are used; its weights are not read.
+        cache: The user's cache directory.
+        say: Called with a progress message.
+
+    Returns:
+        Directory of the pipeline.
+
+    Raises:
+        ConfigurationError: The file is damaged or not SDXL base, the configurations do not match
+            it, or the cache cannot be written.
     """
     header = read_header(file)
     check_single_file(file, header)
@@ -82,7 +91,7 @@ def unpack(file: Path, lender: Path, cache: Path, say: Callable[[str], None]) ->
     folder = cache / "models" / _key(file, lender)
     if folder.is_dir():
         return folder
-    say(f"model: {file} is unpacked to {folder}, once")
+    say(f"model: converting {file} to {folder}, once")
     with writing_to(folder), filling(folder) as aside:
         _convert(file, header, lender, aside)
         _note_prediction(aside, header.shapes)
@@ -90,7 +99,7 @@ def unpack(file: Path, lender: Path, cache: Path, say: Callable[[str], None]) ->
 
 
 def read_header(file: Path) -> Header:
-    """What the file holds, without reading weights. Raises ConfigurationError."""
+    """Read names, shapes and types without reading weights. Raises ConfigurationError."""
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -98,20 +107,20 @@ def read_header(file: Path) -> Header:
             types = [part.get_dtype() for name, part in slices.items() if name.startswith(UNET)]
     except (SafetensorError, OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{file} is damaged or not a safetensors file ({error}): fetch the model again."
+            f"{file} is damaged or not a safetensors file ({error}): download the model again."
         ) from error
     known = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
     found = max(set(types), key=types.count) if types else "F32"
     if found not in known:
         raise ConfigurationError(
-            f"{file} has its UNet's weights in {found}, from which no adapter can be trained: take "
-            "the model in fp16, bf16 or fp32."
+            f"{file} stores its UNet's weights in {found}, from which no adapter can be trained: "
+            "use the model in fp16, bf16 or fp32."
         )
     return Header(shapes, known[found])
 
 
 def check_single_file(file: Path, header: Header) -> None:
-    """Raise ConfigurationError that names what the file is where it is not SDXL base."""
+    """Check that a file is an SDXL base model. Raises ConfigurationError that names what it is."""
     names = header.shapes.keys()
     bare = {name.removeprefix(UNET) for name in names}
     for start, what in _OTHERS:
@@ -125,19 +134,19 @@ def check_single_file(file: Path, header: Header) -> None:
     channels = header.shapes.get(f"{UNET}input_blocks.0.0.weight", (0, 4))[1]
     if channels != 4:
         raise ConfigurationError(
-            f"{file} has a UNet with {channels} input channels (inpainting has 9), SDXL base has "
-            "4: model.uri needs an SDXL base model."
+            f"{file} has a UNet with {channels} input channels (inpainting has 9), but SDXL base "
+            "has 4: model.uri needs an SDXL base model."
         )
     lacking = [part for part, start in _PARTS.items() if not _any(names, start)]
     if len(lacking) == len(_PARTS):
         raise ConfigurationError(
-            f"{file} is no checkpoint in SDXL's original layout (no name begins with {UNET}): "
+            f"{file} is not a checkpoint in SDXL's original layout (no name begins with {UNET}): "
             "model.uri needs an SDXL base model."
         )
     if lacking:
         raise ConfigurationError(
-            f"{file} holds no {', no '.join(lacking)}: model.uri needs a whole checkpoint, or a "
-            "pipeline's folder."
+            f"{file} holds no {', no '.join(lacking)}: model.uri needs a complete checkpoint, or "
+            "the folder of a pipeline."
         )
 
 
@@ -146,7 +155,7 @@ def _any(names: Iterable[str], start: str) -> bool:
 
 
 def _key(file: Path, lender: Path) -> str:
-    """What the unpacked pipeline depends on: header and samples of the weights, configurations."""
+    """Hash all inputs of the conversion: header and samples of the weights, and configurations."""
     digest = hashlib.sha256(f"single file {SINGLE_FILE_FORMAT}".encode())
     for chunk in header_and_samples(file):
         digest.update(chunk)
@@ -165,10 +174,10 @@ def _convert(file: Path, header: Header, lender: Path, target: Path) -> None:
                 torch_dtype=header.dtype,
                 add_watermarker=False,
             )
-    except NotImplementedError as error:  # what the file lacks is left without storage
+    except NotImplementedError as error:  # missing tensors stay on the meta device
         raise ConfigurationError(
-            f"{file} lacks tensors that the configurations of {lender} ask for: fetch the model "
-            "again, or name the right pipeline in model.config."
+            f"{file} lacks tensors that the configurations of {lender} require: download the model "
+            "again, or set model.config to the right pipeline."
         ) from error
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -180,7 +189,7 @@ def _convert(file: Path, header: Header, lender: Path, target: Path) -> None:
 
 
 def _note_prediction(folder: Path, names: Iterable[str]) -> None:
-    """Checkpoints that predict v carry empty tensors of these names, by ComfyUI's convention."""
+    """Record v-prediction, which checkpoints mark with empty tensors by ComfyUI's convention."""
     marks = {"v_pred", "ztsnr"} & set(names)
     if "v_pred" not in marks:
         return

@@ -1,8 +1,8 @@
 """A tiny SDXL pipeline in diffusers layout: SDXL's classes and wiring, narrow, random weights.
 
-``small`` has one cross-attention level and is quick; ``full`` has SDXL's blocks and transformer
-depths, so that every name of a LoRA key map occurs. Scales are set so that latents, conditioning
-and predictions have the spread of the real thing: gradients are then of healthy size.
+``small`` has one cross-attention level and is fast; ``full`` has SDXL's blocks and transformer
+depths, so that every name of a LoRA key map occurs. Scales are chosen so that latents, conditioning
+and predictions have a realistic spread, and hence gradients a realistic size.
 """
 
 import json
@@ -28,7 +28,7 @@ SDXL_SCALING_FACTOR = 0.13025
 
 @dataclass(frozen=True)
 class UNetShape:
-    """What differs between the layouts: one entry a level, from the finest."""
+    """Dimensions that differ between the layouts: one entry per level, from the finest."""
 
     widths: tuple[int, ...]
     cross_attention: tuple[bool, ...]
@@ -38,7 +38,7 @@ class UNetShape:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """Heads of 16 channels, as SDXL keeps one head size on all levels."""
+        """Number of 16-channel heads per level; like SDXL, all levels share one head size."""
         return tuple(width // 16 for width in self.widths)
 
 
@@ -49,7 +49,13 @@ SHAPES: dict[TinyLayout, UNetShape] = {
 
 
 def write_pipeline(folder: Path, layout: TinyLayout, vocabulary: Vocabulary) -> None:
-    """Write the pipeline's folder, its components in subfolders, index last."""
+    """Write the pipeline's directory, with components in subdirectories and the index last.
+
+    Args:
+        folder: Directory to write.
+        layout: Size of the UNet.
+        vocabulary: Vocabulary of both tokenizers.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]), quiet_libraries():
         torch.manual_seed(SEED)
@@ -108,9 +114,9 @@ def _unet(shape: UNetShape) -> UNet2DConditionModel:
 
 @torch.no_grad()
 def _match_output_to_noise(unet: UNet2DConditionModel) -> None:
-    """Scale the last convolution so that predictions have half the noise's spread.
+    """Scale the last convolution so that predictions have half the spread of the noise.
 
-    A fresh UNet predicts values near 0 whatever it is shown; a trained one predicts unit noise.
+    A fresh UNet predicts values near 0 for any input; a trained one predicts unit noise.
     """
     size = unet.config.sample_size
     noise = torch.randn(4, 4, size, size)
@@ -131,10 +137,10 @@ def _match_output_to_noise(unet: UNet2DConditionModel) -> None:
 
 @torch.no_grad()
 def _vae() -> AutoencoderKL:
-    """An untrained autoencoder (factor 8) whose latents of photographs have spread.
+    """Build an untrained autoencoder (factor 8) whose latents of photographs have spread.
 
-    Its weights are scaled so that ``mean * scaling_factor`` of smooth random pictures has unit
-    deviation in each channel, and its posterior is narrow, as SDXL's is.
+    Its weights are scaled so that ``mean * scaling_factor`` of smooth random images has unit
+    standard deviation in each channel, and its posterior is narrow, like SDXL's.
     """
     vae = AutoencoderKL(
         in_channels=3,
@@ -164,7 +170,7 @@ def _vae() -> AutoencoderKL:
 
 
 def _text_config(activation: str, pad_id: int) -> CLIPTextConfig:
-    """As SDXL's, with 3 layers; ``initializer_factor`` keeps hidden states at unit scale."""
+    """Configure a text encoder like SDXL's, with 3 layers and hidden states at unit scale."""
     return CLIPTextConfig(
         vocab_size=49408,
         hidden_size=TEXT_WIDTH,

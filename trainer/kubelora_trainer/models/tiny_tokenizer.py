@@ -1,7 +1,7 @@
 """CLIP's tokenizer files, built from the byte-pair merges that OpenAI published with CLIP.
 
-The vocabulary is derived, not stored: 256 bytes, the same 256 at a word's end, one token for each
-of the 48,894 merges, and two special tokens make the 49,408 ids that SDXL's text encoders expect.
+The vocabulary is derived, not stored: 256 bytes, the same 256 at the end of a word, one token for
+each of the 48,894 merges, and two special tokens make the 49,408 ids of SDXL's text encoders.
 """
 
 import gzip
@@ -12,7 +12,7 @@ from pathlib import Path
 START = "<|startoftext|>"
 END = "<|endoftext|>"
 MAX_TOKENS = 77
-MERGES = 49152 - 256 - 2
+MERGES = 49152 - 256 - 2  # CLIP uses only the first of the published merges
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Vocabulary:
 
 
 def read_vocabulary(merges_file: Path) -> Vocabulary:
-    """Vocabulary from a gzipped list of merges whose first line is a version."""
+    """Read a vocabulary from a gzipped list of merges whose first line is a version."""
     with gzip.open(merges_file, "rt", encoding="utf-8") as lines:
         merges = tuple(lines.read().split("\n")[1 : MERGES + 1])
     letters = _byte_letters()
@@ -34,7 +34,13 @@ def read_vocabulary(merges_file: Path) -> Vocabulary:
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary, pad_token: str) -> None:
-    """The four files of a CLIPTokenizer folder in an SDXL pipeline."""
+    """Write the four files of a CLIPTokenizer directory in an SDXL pipeline.
+
+    Args:
+        folder: Directory to create.
+        vocabulary: Ids and merges.
+        pad_token: Padding token, which differs between SDXL's two tokenizers.
+    """
     folder.mkdir(parents=True)
     _write_json(folder / "vocab.json", vocabulary.ids)
     merges = "\n".join(("#version: 0.2", *vocabulary.merges)) + "\n"
@@ -55,9 +61,9 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary, pad_token: str) -> Non
 
 
 def _byte_letters() -> list[str]:
-    """A printable character for each byte: itself where it is one, else one from U+0100 on.
+    """Assign a printable character to each byte: itself if printable, else one from U+0100 on.
 
-    In CLIP's order: printable bytes first. Source: the byte-level BPE of GPT-2.
+    The order is CLIP's: printable bytes first. Source: the byte-level BPE of GPT-2.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = 256 - len(printable)

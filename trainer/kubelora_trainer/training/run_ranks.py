@@ -18,11 +18,11 @@ from kubelora_api.names import ExitCode
 from kubelora_api.report import FinalReport
 from kubelora_trainer.distributed.launcher import (
     PEER_GRACE_SECONDS,
-    RankEnd,
-    deciding,
+    RankExit,
+    deciding_exit,
     exit_code_of,
+    failure_sentence,
     launch,
-    sentence_of,
 )
 from kubelora_trainer.distributed.topology import NodeTopology, RankInfo
 from kubelora_trainer.storage.output_dir import run_id_of
@@ -44,8 +44,8 @@ def run_ranks(
     with TemporaryDirectory(prefix="kubelora-") as folder:
         reports = Path(folder)
         work = partial(run_rank, job, options, reports)
-        end = deciding(launch(work, layout, lambda: stop.requested))
-        code, sentence = exit_code_of(end), sentence_of(end, layout.size)
+        end = deciding_exit(launch(work, layout, lambda: stop.requested))
+        code, sentence = exit_code_of(end), failure_sentence(end, layout.size)
         if code not in REPORTED_BY_THE_RANK:
             tell(f"error: {sentence}")
         if code == ExitCode.PEER_LOST and layout.nodes > 1:
@@ -91,7 +91,7 @@ def run_rank(
 
 
 def final_report(
-    job: LoraTrainingJob, options: RunOptions, reports: Path, end: RankEnd, sentence: str
+    job: LoraTrainingJob, options: RunOptions, reports: Path, end: RankExit, sentence: str
 ) -> bytes:
     """The deciding rank's own report; where it could leave none, one that says how it ended."""
     try:

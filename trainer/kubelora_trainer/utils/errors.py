@@ -16,7 +16,7 @@ class RunEndedError(Exception):
     exit_code: ClassVar[ExitCode]
     alike = False
     """Whether all ranks end with this very sentence; the first of each node then says it alone."""
-    told_by_another = False
+    reported_elsewhere = False
     """Whether a rank before this one says it, so that it need not be said as often as it is met."""
 
     def __init__(self, sentence: str = "") -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kubelora_api.names import ExitCode
 from kubelora_api.spec import Health
 from kubelora_trainer.checkpoint.state import RunPosition
-from kubelora_trainer.distributed.launcher import RankEnd, deciding, exit_code_of
+from kubelora_trainer.distributed.launcher import RankExit, deciding_exit, exit_code_of
 from kubelora_trainer.distributed.process_group import (
     DistributedGroup,
     ProcessGroup,
@@ -45,8 +45,8 @@ class Times:
         return self._factors.get(micro_step, 1.0)
 
 
-def codes(ends: Sequence[RankEnd]) -> dict[int, int]:
-    assert not any(end.by_us for end in ends), "each ended by itself"
+def codes(ends: Sequence[RankExit]) -> dict[int, int]:
+    assert not any(end.by_launcher for end in ends), "each ended by itself"
     return {end.rank: end.code for end in ends}
 
 
@@ -68,7 +68,7 @@ def test_all_ranks_end_as_the_policy_says_with_one_checkpoint_and_one_sentence(
     )
     ends, _ = run_gang(2, work, tmp_path / "b")
     assert codes(ends) == {0: code, 1: code}
-    assert exit_code_of(deciding(ends)) == code
+    assert exit_code_of(deciding_exit(ends)) == code
     words = [said(tmp_path / "b", rank) for rank in (0, 1)]
     assert words[0] == words[1]
     assert all(in_agreement(tmp_path / "b", rank) for rank in (0, 1)), "rank 0 says it for both"

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from kubelora_api.names import ExitCode
-from kubelora_trainer.distributed.launcher import deciding, exit_code_of, sentence_of
+from kubelora_trainer.distributed.launcher import deciding_exit, exit_code_of, failure_sentence
 from kubelora_trainer.distributed.missing_ranks import RankMonitor
 from kubelora_trainer.distributed.process_group import ProcessGroup
 from kubelora_trainer.utils.errors import PeerLostError, PeerTimeoutError
@@ -39,9 +39,9 @@ def test_a_killed_rank_ends_the_gang_and_is_named(tmp_path: Path) -> None:
     work = train_engine(tmp_path / "n", before=sent(signal.SIGKILL, 1))
     ends, _ = run_gang(2, work, tmp_path / "b")
     assert {end.rank: end.code for end in ends} == {1: -9, 0: ExitCode.PEER_LOST}
-    assert not any(end.by_us for end in ends), "the other rank noticed by itself"
-    assert exit_code_of(deciding(ends)) == 137
-    assert "rank 1 of 2 was killed by SIGKILL" in sentence_of(deciding(ends), 2)
+    assert not any(end.by_launcher for end in ends), "the other rank noticed by itself"
+    assert exit_code_of(deciding_exit(ends)) == 137
+    assert "rank 1 of 2 was killed by SIGKILL" in failure_sentence(deciding_exit(ends), 2)
     assert said(tmp_path / "b", 0).startswith("rank 1 of this run's 2 went away")
 
 
@@ -55,12 +55,12 @@ def test_a_stopped_rank_ends_the_gang_after_the_stated_silence_and_is_named(
     )
     ends, _ = run_gang(3, work, tmp_path / "b", silence=SOON, grace=4.0)
     by_rank = {end.rank: end for end in ends}
-    assert (by_rank[stopped].code, by_rank[stopped].by_us) == (-9, True)
-    assert exit_code_of(deciding(ends)) == ExitCode.INTERNAL
+    assert (by_rank[stopped].code, by_rank[stopped].by_launcher) == (-9, True)
+    assert exit_code_of(deciding_exit(ends)) == ExitCode.INTERNAL
     others = [said(tmp_path / "b", rank) for rank in range(3) if rank != stopped]
     assert all(word.startswith(f"rank {stopped} of this run's 3 ") for word in others)
-    decided = said(tmp_path / "b", deciding(ends).rank)
-    assert "said nothing for 3 s" in decided
+    decided = said(tmp_path / "b", deciding_exit(ends).rank)
+    assert "did not respond for 3 s" in decided
     assert not (tmp_path / "n" / "checkpoints").exists() or not any(
         (tmp_path / "n" / "checkpoints").iterdir()
     )
@@ -95,7 +95,7 @@ class Place:
     def set_timeout(self, timeout: timedelta) -> None: ...
 
 
-def roll_call(place: Place | None, waited: float) -> RankMonitor:
+def monitor(place: Place | None, waited: float) -> RankMonitor:
     """Of rank 0 of four that waited so many seconds, of 60; later looks are a second apart."""
     ticks = iter([0.0, *(waited + n for n in range(100))])
     return RankMonitor(place, 0, 4, timedelta(seconds=60), lambda: next(ticks))
@@ -111,13 +111,16 @@ def roll_call(place: Place | None, waited: float) -> RankMonitor:
     ],
 )
 def test_who_does_not_miss_anyone_is_missing(place: Place | None, named: str) -> None:
-    with pytest.raises(PeerLostError, match=named), roll_call(place, 2.0).around():
+    with pytest.raises(PeerLostError, match=named), monitor(place, 2.0).watching():
         raise RuntimeError("Connection closed by peer")
 
 
 def test_waiting_in_vain_is_another_ending_than_a_broken_connection() -> None:
-    ranks = roll_call(Place("misses/2", "misses/3"), 58.0)
-    with pytest.raises(PeerTimeoutError, match=r"rank 1 .* said nothing for 60 s"), ranks.around():
+    ranks = monitor(Place("misses/2", "misses/3"), 58.0)
+    with (
+        pytest.raises(PeerTimeoutError, match=r"rank 1 .* did not respond for 60 s"),
+        ranks.watching(),
+    ):
         raise RuntimeError("Timed out waiting 60000ms for recv operation to complete")
     assert PeerTimeoutError.exit_code == ExitCode.INTERNAL
 
@@ -126,15 +129,15 @@ def test_waiting_in_vain_is_another_ending_than_a_broken_connection() -> None:
 def test_of_those_who_are_left_the_first_says_it(rank: int, says_it: bool) -> None:
     """Rank 0 went away."""
     left = RankMonitor(Place("misses/1", "misses/2", "misses/3"), rank, 4, timedelta(seconds=60))
-    with pytest.raises(PeerLostError) as lost, left.around():
+    with pytest.raises(PeerLostError) as lost, left.watching():
         raise RuntimeError("Connection closed by peer")
-    assert lost.value.told_by_another is not says_it
+    assert lost.value.reported_elsewhere is not says_it
 
 
 @pytest.mark.parametrize("own", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_what_is_wrong_with_a_ranks_own_device_is_no_peers_fault(own: type[Exception]) -> None:
     error = own.__new__(own)
-    with pytest.raises(own), roll_call(Place(), 1.0).around():
+    with pytest.raises(own), monitor(Place(), 1.0).watching():
         raise error
 
 

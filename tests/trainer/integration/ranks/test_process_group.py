@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.data.sampler import SampleOrder, Share
-from kubelora_trainer.distributed.launcher import deciding, exit_code_of, launch
+from kubelora_trainer.distributed.launcher import deciding_exit, exit_code_of, launch
 from kubelora_trainer.distributed.process_group import DistributedGroup, ProcessGroup, ReducedWindow
 from kubelora_trainer.distributed.reduce_payload import ControlFlags, checksum
 from kubelora_trainer.distributed.topology import NodeTopology
@@ -198,7 +198,7 @@ def test_a_stop_ends_all_ranks_at_one_window_with_one_checkpoint(tmp_path: Path)
     work = train_engine(tmp_path / "n", before=mark, steps=200)
     ends, _ = run_gang(2, work, tmp_path / "b", stop=marker.exists)
     assert [end.code for end in ends] == [75, 75]
-    assert exit_code_of(deciding(ends)) == 75
+    assert exit_code_of(deciding_exit(ends)) == 75
     (saved,) = (tmp_path / "n" / "checkpoints").iterdir()
     assert saved.name.endswith(".3"), "a whole window of three, not yet turned into a step"
 
@@ -223,4 +223,6 @@ def _node(node: int, port: int, folder: Path) -> int:
     """One node's launcher, with one rank; its exit code."""
     layout = NodeTopology(nodes=2, node=node, ranks_per_node=1, address="localhost", port=port)
     work = Carried(partial(in_rank, train_engine(folder / "n"), folder))
-    return exit_code_of(deciding(launch(work, layout, lambda: False, start_method="forkserver")))
+    return exit_code_of(
+        deciding_exit(launch(work, layout, lambda: False, start_method="forkserver"))
+    )

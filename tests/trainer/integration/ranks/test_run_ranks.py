@@ -94,9 +94,9 @@ def test_a_rank_that_stalls_is_named_once_and_in_the_termination_message(
     ended = run([*arguments(tmp_path / "three", demo), *three])
     assert ended.exit_code == 1, ended.output
     told = capfd.readouterr().err
-    assert told.count("rank 0 of this run's 3 said nothing for 3 s") == 1, told
+    assert told.count("rank 0 of this run's 3 did not respond for 3 s") == 1, told
     final = FinalReport.model_validate_json((tmp_path / "termination-log").read_bytes())
-    assert final.message.startswith("rank 0 of this run's 3 said nothing for 3 s")
+    assert final.message.startswith("rank 0 of this run's 3 did not respond for 3 s")
     assert final.exit_code == 1
 
 
