@@ -137,7 +137,7 @@ def sealed(manifest: dict[str, Any]) -> str:
             {"parts": {"adapter": {}, "optimizer": {}, "telemetry": {}, "scaler": {}}},
             r"parts \(scaler\)",
         ),
-        ({"watch": {"found": []}}, "the watchdog's state in it is of another form"),
+        ({"watch": {"found": []}}, "its watchdog state has another format"),
     ],
 )
 def test_a_checkpoint_of_another_version_is_refused_and_not_set_aside(
@@ -247,7 +247,7 @@ def test_no_usable_checkpoint_means_a_fresh_start(tmp_path: Path) -> None:
     again = Engine(tmp_path)
     assert again.resumed is None
     assert again.position.step == 0
-    assert "none of 1 checkpoints is usable; training begins anew" in again.warnings[-1]
+    assert "none of 1 checkpoints is usable; training restarts at step 0" in again.warnings[-1]
 
 
 def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_set_aside(

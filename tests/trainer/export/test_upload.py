@@ -81,7 +81,7 @@ def test_what_could_not_be_pushed_is_pushed_by_the_same_job_without_training(
         patch.setenv("AWS_MAX_ATTEMPTS", "1")
         failed = _train(tmp_path / "run", demo, "s3://adapters/late")
     assert failed.exit_code == 1
-    assert "the adapter is trained and in the output folder, but could not be pushed" in (
+    assert "the adapter is trained and saved in the output folder, but could not be uploaded" in (
         failed.output
     )
     manifest = _manifest(tmp_path / "run")
@@ -133,5 +133,5 @@ def test_a_hub_that_refuses_names_the_token(demo: DemoPaths, tmp_path: Path, hub
     hub.refuse = True
     failed = _train(tmp_path / "run", demo, "hf://studio/bottles")
     assert failed.exit_code == 2, failed.output
-    assert "set HF_TOKEN to a token that may write there" in failed.output
+    assert "set HF_TOKEN to a token with write access" in failed.output
     assert _manifest(tmp_path / "run")["state"] == "Done"

@@ -16,9 +16,9 @@ from kubelora_api.spec import Adapter
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.export.verify_unet import (
     ExportCheck,
-    judge,
+    any_update_shows,
+    check_output,
     probe,
-    some_update_shows,
     verify_export,
 )
 from kubelora_trainer.export.writers import export_diffusers
@@ -137,14 +137,14 @@ def test_an_update_shows_that_is_more_than_half_the_last_digit_of_its_layers_wei
     weight.data.fill_(4 / weight.numel() ** 0.5)
     one.lora_a.zero_()[0, 0] = 0.5
     one.lora_b[0, 0] = size  # times 0.5, times alpha / rank
-    assert some_update_shows(unet, [one, *others], "unet", torch.bfloat16) is shows
-    assert some_update_shows(unet, [one, *others], "unet", torch.float32)
+    assert any_update_shows(unet, [one, *others], "unet", torch.bfloat16) is shows
+    assert any_update_shows(unet, [one, *others], "unet", torch.float32)
 
 
 def test_a_file_that_changes_nothing_though_its_updates_would_show_is_refused() -> None:
     nothing = ExportCheck(deviation=0.0, effect=0.0, output=1.0, noise=0.1, shows=True)
     with pytest.raises(NumericalError, match="changes nothing in unet, though its updates are"):
-        judge(nothing, torch.bfloat16, Path("a.safetensors"))
+        check_output(nothing, torch.bfloat16, Path("a.safetensors"))
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_file_that_lost_its_alpha_is_found_out(
 ) -> None:
     path = tmp_path / "adapter" / FILE
     _rewrite(path, load_file(path), {"format": "pt"})
-    with pytest.raises(NumericalError, match=r"scales .* by 1\.0, it was trained with 3\.0"):
+    with pytest.raises(NumericalError, match=r"scales .* by 1\.0, but it was trained with 3\.0"):
         verify_export(demo.model, [path], *exported)
 
 
@@ -183,7 +183,7 @@ def test_a_lost_layer_a_changed_weight_and_a_broken_file_are_found_out(
         verify_export(demo.model, [path], *exported)
     key = f"unet.{layer}.lora_B.weight"
     _rewrite(path, whole | {key: whole[key] * 1.001})
-    with pytest.raises(NumericalError, match=f"holds other weights for {layer}"):
+    with pytest.raises(NumericalError, match=f"holds weights for {layer}"):
         verify_export(demo.model, [path], *exported)
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(NumericalError, match="can't be loaded by diffusers"):
@@ -196,7 +196,7 @@ def test_another_base_model_gives_another_output_and_is_found_out(
     shutil.copytree(demo.model, tmp_path / "other")
     path = tmp_path / "other/unet/diffusion_pytorch_model.safetensors"
     save_file({k: t * 1.1 for k, t in load_file(path).items()}, path, {"format": "pt"})
-    with pytest.raises(NumericalError, match="gives another output than the trained one"):
+    with pytest.raises(NumericalError, match="gives a different output from the trained one"):
         verify_export(tmp_path / "other", [tmp_path / "adapter" / FILE], *exported)
 
 

@@ -225,7 +225,7 @@ def test_a_changed_weight_and_a_lost_layer_of_a_text_encoder_are_found_out(
     key = "lora_te2_text_model_encoder_layers_0_self_attn_q_proj"
     given = (text_models(base), layers)
     save_file(whole | {f"{key}.lora_up.weight": whole[f"{key}.lora_up.weight"] * 1.01}, path)
-    with pytest.raises(NumericalError, match=r"other weights for text_encoder_2\.encoder"):
+    with pytest.raises(NumericalError, match=r"holds weights for text_encoder_2\.encoder"):
         verify_text_encoders(demo.model, [path], *given, unet_config=base.unet.config)
     save_file({k: t for k, t in whole.items() if not k.startswith(key)}, path)
     with pytest.raises(NumericalError, match=r"text_encoder_2\.encoder\.layers\.0"):

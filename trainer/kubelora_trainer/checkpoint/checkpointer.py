@@ -1,9 +1,10 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped.
+"""Checkpoints: everything a run needs to resume as if it had never stopped.
 
-A checkpoint is a folder with one safetensors file per part (adapter, optimizer, ...) and a
-manifest with their hashes, written aside and renamed. It may stand in the middle of an accumulation
-window, for it holds the accumulator too. There is no random state: every draw is a function of the
-seed and the micro-step. On resume the newest checkpoint whose hashes agree is taken.
+A checkpoint is a directory with one safetensors file per component (adapter, optimizer, ...) and a
+manifest with their hashes; it is written to a staging directory and renamed. It may be taken in the
+middle of an accumulation window, because it includes the accumulator. There is no random state:
+every draw is a function of the seed and the micro-step. A run resumes from the newest checkpoint
+whose hashes match.
 """
 
 import hashlib
@@ -24,8 +25,8 @@ from kubelora_trainer.checkpoint.directories import (
     discard,
     folder_name,
     list_checkpoints,
-    place_aside,
-    put_in_place,
+    publish_staged,
+    staging_path,
     tidy_up,
 )
 from kubelora_trainer.checkpoint.state import CheckpointManifest, RunPosition
@@ -52,18 +53,27 @@ def save_checkpoint(
 ) -> SavedCheckpoint:
     """Write a checkpoint and remove all but the newest ``keep``.
 
-    hindsight: also keep the newest one that is this many optimizer steps older, for a fault shows
-    that much later.
+    Args:
+        folder: The output directory.
+        buffers: Flat buffers of the adapter.
+        parts: Further components by name (``optimizer``, ...).
+        position: Position of the run.
+        window_micro_steps: Micro-steps done in the unfinished window, 0 between windows.
+        keep: Number of checkpoints to keep.
+        hindsight: Also keep the newest checkpoint that is this many optimizer steps older, because
+            a fault may show only that much later.
 
-    parts: by name, beside the adapter itself (``optimizer``, ...).
-    window_micro_steps: micro-steps done in the unfinished window, 0 between windows.
-    Raises ConfigurationError when the disk refuses or a newer attempt took over; the checkpoints
-    before it are intact then.
+    Returns:
+        The checkpoint written.
+
+    Raises:
+        ConfigurationError: The disk refuses the write or a newer attempt has taken over. Earlier
+            checkpoints remain intact.
     """
     folder.assert_ours()
     root = folder.place(OutputPath.CHECKPOINTS)
     target = root / folder_name(position.step, window_micro_steps)
-    aside = place_aside(target)
+    aside = staging_path(target)
     with writing_to(target):
         try:
             root.mkdir(exist_ok=True)
@@ -91,7 +101,7 @@ def save_checkpoint(
             )
             write_durably(aside / _MANIFEST, _sealed(manifest))
             sync_folder(aside)
-            put_in_place(target)
+            publish_staged(target)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -104,10 +114,13 @@ def save_checkpoint(
 def surplus(
     checkpoints: list[SavedCheckpoint], keep: int, oldest_wanted: int | None
 ) -> list[SavedCheckpoint]:
-    """Those (of a list, oldest first) that need not be kept.
+    """Select the checkpoints that can be removed.
 
-    oldest_wanted: the newest checkpoint of this step or before it is kept too, and all after it,
-    for each of them will be that one later.
+    Args:
+        checkpoints: All checkpoints, oldest first.
+        keep: Number of newest checkpoints to keep.
+        oldest_wanted: Also keep the newest checkpoint at or before this step and all later ones,
+            because each of them will take its place eventually.
     """
     older = checkpoints[:-keep]
     if oldest_wanted is None:
@@ -123,12 +136,23 @@ def resume(
     warn: Callable[[str], None],
     latest_step: int | None = None,
 ) -> tuple[RunPosition, SavedCheckpoint] | None:
-    """Fill buffers and parts from the newest checkpoint that verifies; None where none is.
+    """Restore buffers and parts from the newest valid checkpoint.
 
-    latest_step: look at no checkpoint of a later step.
-    A checkpoint that does not verify is named in a warning, set aside and not used.
-    Raises ConfigurationError for one that is whole, but made by another version or for another
-    adapter.
+    An invalid checkpoint is reported in a warning, renamed and skipped.
+
+    Args:
+        folder: The output directory.
+        buffers: Flat buffers of the adapter.
+        parts: Further components by name.
+        warn: Called with each warning.
+        latest_step: Ignore checkpoints of later steps.
+
+    Returns:
+        The position and the checkpoint, or None if there is no valid checkpoint.
+
+    Raises:
+        ConfigurationError: A checkpoint is intact but was written by another version or for another
+            adapter.
     """
     root = folder.place(OutputPath.CHECKPOINTS)
     folder.assert_ours()
@@ -141,16 +165,17 @@ def resume(
         try:
             manifest, tensors = _read(found, folder.run_id, buffers, parts)
         except _Unusable as why:
-            set_aside = found.path.with_name(f"{found.path.name}.corrupt")
+            # Keep the evidence under a name that no later start considers.
+            renamed = found.path.with_name(f"{found.path.name}.corrupt")
             warn(f"checkpoint {found.path} is not usable: {why}; looking for an earlier one")
             with writing_to(found.path):
-                shutil.rmtree(set_aside, ignore_errors=True)
-                found.path.rename(set_aside)
+                shutil.rmtree(renamed, ignore_errors=True)
+                found.path.rename(renamed)
             unusable += 1
             continue
         return _take_over(found, manifest, tensors, buffers, parts), found
     if unusable:
-        warn(f"{root}: none of {unusable} checkpoints is usable; training begins anew, at step 0")
+        warn(f"{root}: none of {unusable} checkpoints is usable; training restarts at step 0")
     return None
 
 
@@ -160,16 +185,23 @@ def resume_from(
     buffers: AdapterBuffers,
     parts: Mapping[str, Stateful],
 ) -> RunPosition:
-    """Fill buffers and parts from this very checkpoint, which another rank has found good.
+    """Restore buffers and parts from the checkpoint that rank 0 has chosen.
 
-    Raises ConfigurationError where it can't be read here, or does not fit.
+    Args:
+        found: The checkpoint.
+        folder: The output directory.
+        buffers: Flat buffers of the adapter.
+        parts: Further components by name.
+
+    Raises:
+        ConfigurationError: The checkpoint cannot be read on this node or does not fit.
     """
     try:
         manifest, tensors = _read(found, folder.run_id, buffers, parts)
     except _Unusable as why:
         raise ConfigurationError(
-            f"{found.path}: rank 0 resumes from this checkpoint, but here {why}; spec.output.uri "
-            "must be one place that all nodes share"
+            f"{found.path}: rank 0 resumes from this checkpoint, but on this node {why}; "
+            "spec.output.uri must be storage that all nodes share"
         ) from None
     return _take_over(found, manifest, tensors, buffers, parts)
 
@@ -185,11 +217,11 @@ def _take_over(
         try:
             part.load(tensors[name], manifest.parts[name])
         except ValueError as error:
-            raise _of_another_version(found, f"its {name} does not fit: {error}") from None
+            raise _other_version(found, f"its {name} does not fit: {error}") from None
     try:
         watch = health.from_json(manifest.watch)
     except ValueError:
-        raise _of_another_version(found, "the watchdog's state in it is of another form") from None
+        raise _other_version(found, "its watchdog state has another format") from None
     return RunPosition(
         step=manifest.step,
         micro_step=manifest.micro_step,
@@ -204,7 +236,7 @@ def _take_over(
 
 
 class _Unusable(Exception):
-    """Why a checkpoint can't be used."""
+    """The reason that a checkpoint cannot be used."""
 
 
 def _read(
@@ -213,19 +245,19 @@ def _read(
     buffers: AdapterBuffers,
     parts: Mapping[str, Stateful],
 ) -> tuple[CheckpointManifest, dict[str, dict[str, Tensor]]]:
-    """The manifest, and each part's tensors by name, every file compared with its hash."""
+    """Read the manifest and each part's tensors by name, and compare every file with its hash."""
     manifest = _read_manifest(found)
     if manifest.run_id != run_id:
         raise _Unusable(f"it belongs to run {manifest.run_id}")
     if manifest.layout != _layout(buffers):
         raise ConfigurationError(
-            f"{found.path}: made for another adapter (other modules or ranks); the model or the "
-            "installed diffusers changed since: choose another spec.output.uri"
+            f"{found.path}: written for another adapter (other modules or ranks), because the "
+            "model or the installed diffusers has changed since: choose another spec.output.uri"
         )
     wanted = {_ADAPTER, *parts}
     if manifest.parts.keys() != wanted:
-        odd = ", ".join(sorted(manifest.parts.keys() ^ wanted))
-        raise _of_another_version(found, f"it and this run differ in their parts ({odd})")
+        different = ", ".join(sorted(manifest.parts.keys() ^ wanted))
+        raise _other_version(found, f"its components differ from this run's ({different})")
     return manifest, {n: _read_part(found.path / f"{n}.safetensors", manifest) for n in wanted}
 
 
@@ -239,11 +271,11 @@ def _read_manifest(found: SavedCheckpoint) -> CheckpointManifest:
         raise _Unusable(f"{_MANIFEST} is damaged")
     ours, made_as = CheckpointManifest.model_fields["format"].default, document.get("format")
     seal = document.pop(_SEAL, None)
-    # The first format had no seal; a seal that is broken says that nothing in it can be trusted.
+    # The first format had no seal. If the seal is broken, nothing in the manifest can be trusted.
     if seal != _digest(document) and not (seal is None and made_as == 1):
         raise _Unusable(f"{_MANIFEST} is not what was written (its sha256 differs)")
     if made_as != ours:
-        raise _of_another_version(found, f"its format is {made_as}, not {ours}")
+        raise _other_version(found, f"its format is {made_as}, not {ours}")
     try:
         return CheckpointManifest.model_validate(document)
     except ValidationError:
@@ -251,20 +283,20 @@ def _read_manifest(found: SavedCheckpoint) -> CheckpointManifest:
 
 
 def _sealed(manifest: CheckpointManifest) -> bytes:
-    """The manifest as JSON, with a digest over all of it."""
+    """Serialise the manifest as JSON, with a digest over all of it."""
     document = manifest.model_dump(mode="json")
     return json.dumps({**document, _SEAL: _digest(document)}, indent=1).encode()
 
 
 def _digest(document: JsonObject) -> str:
-    """Of the content, whatever its layout: Python writes and reads floats exactly."""
+    """Hash the content independently of its layout; Python writes and reads floats exactly."""
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _of_another_version(found: SavedCheckpoint, why: str) -> ConfigurationError:
+def _other_version(found: SavedCheckpoint, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{found.path}: made by another version of kubelora or of its libraries ({why}); resume "
+        f"{found.path}: written by another version of kubelora or its libraries ({why}); resume "
         "with that version, or choose another spec.output.uri"
     )
 
@@ -277,21 +309,24 @@ def _read_part(file: Path, manifest: CheckpointManifest) -> dict[str, Tensor]:
 
 
 def _content(file: Path) -> bytes:
-    """A file that may not be read may be whole: an earlier checkpoint would lose what it holds."""
+    """Read a file.
+
+    Permission errors end the run: falling back to an earlier checkpoint would lose intact progress.
+    """
     try:
         return file.read_bytes()
     except FileNotFoundError:
         raise _Unusable(f"{file.name} is missing") from None
     except PermissionError:
         raise ConfigurationError(
-            f"{file} can't be read: permission denied; let this user read it, and run again"
+            f"{file} can't be read: permission denied; give this user read access and run again"
         ) from None
     except OSError as error:
         raise _Unusable(f"{file.name} can't be read ({error.strerror})") from None
 
 
 def _write_part(file: Path, part: Stateful) -> str:
-    """Write a part's tensors; returns the file's sha256."""
+    """Write a part's tensors and return the file's sha256."""
     data = save({n: t.detach().cpu().contiguous() for n, t in part.tensors().items()})
     write_durably(file, data)
     return hashlib.sha256(data).hexdigest()

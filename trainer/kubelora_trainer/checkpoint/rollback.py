@@ -1,9 +1,9 @@
-"""Going back, once, to a checkpoint from before a fault, and on with other data.
+"""Rollback, at most once, to a checkpoint from before a fault, skipping the data since.
 
-The same data would give the same weights to the bit and the same fault again. So every micro-batch
-seen since that checkpoint is left out, and training goes on with those that follow, as Chowdhery
-et al. 2022 (PaLM, sec. 5.1) did against spikes: a fault of data and state that met is passed by,
-a fault of the settings comes again and then fails the run.
+The same data would give bit-identical weights and the same fault again. So every micro-batch seen
+since that checkpoint is skipped and training continues with those that follow, as Chowdhery et al.
+2022 (PaLM, sec. 5.1) did against loss spikes. This avoids a fault caused by one batch meeting one
+state; a fault of the settings recurs and then fails the run.
 """
 
 import shutil
@@ -26,7 +26,7 @@ from kubelora_trainer.utils.stateful import Stateful
 
 @dataclass(frozen=True)
 class RolledBackRun:
-    """Where training goes on from, and the checkpoint that other ranks restore too."""
+    """The restored position, and the checkpoint that other ranks restore too."""
 
     position: RunPosition
     saved: SavedCheckpoint
@@ -42,19 +42,28 @@ def roll_back_to(
     healthy_step: int,
     warn: Callable[[str], None],
 ) -> RolledBackRun:
-    """Restore the newest checkpoint of ``healthy_step`` or before; later ones are removed.
+    """Restore the newest checkpoint at or before ``healthy_step`` and remove later ones.
 
-    reached: where the finding was judged; none of the data up to there is used again.
-    Raises PolicyError where there is no such checkpoint.
+    Args:
+        folder: The output directory.
+        buffers: Flat buffers of the adapter.
+        parts: Further components by name.
+        reached: Position at which the finding was evaluated; data up to it is not used again.
+        finding: The cause of the rollback.
+        healthy_step: Last step that is known to be healthy.
+        warn: Called with each warning.
+
+    Raises:
+        PolicyError: There is no such checkpoint.
     """
     resumed = resume(folder, buffers, parts, warn, latest_step=healthy_step)
     if resumed is None:
         raise PolicyError(
-            f"{sentence(finding)} (health.policy is Rollback, but no checkpoint from before step "
-            f"{healthy_step + 1} is left to go back to)"
+            f"{sentence(finding)} (health.policy is Rollback, but there is no checkpoint from "
+            f"before step {healthy_step + 1} to roll back to)"
         )
     position, saved = resumed
-    # Before the rollback is recorded: a crash in between must not resume from what is taken back.
+    # Remove them before recording the rollback: a crash in between must not resume from them.
     for later in list_checkpoints(folder.place(OutputPath.CHECKPOINTS)):
         if later.step > saved.step:
             shutil.rmtree(later.path)
@@ -69,6 +78,6 @@ def roll_back_to(
 
 
 def position_after_rollback(position: RunPosition, rollback: Rollback) -> RunPosition:
-    """The position of the checkpoint gone back to, which now remembers the rollback."""
+    """Add the rollback to the position of the restored checkpoint."""
     watch = with_finding(position.watch, rollback.as_finding())
     return replace(position, rollback=rollback, watch=watch)

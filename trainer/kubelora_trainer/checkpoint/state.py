@@ -14,13 +14,17 @@ from kubelora_trainer.storage.run_record import Rollback
 
 @dataclass(frozen=True)
 class RunPosition:
-    """Where a run stands, apart from its tensors.
+    """Progress of a run, apart from its tensors.
 
-    step: optimizer steps done. micro_step: micro-steps done, over the whole run.
-    window_samples, window_loss: samples seen and losses summed in the unfinished window; the sum
-    is a fp64 scalar that stays on the device, so that no micro-step waits for it.
-    norm_range: least and largest total gradient norm so far, first steps left out.
-    rollback: what a rollback left out, once there was one.
+    Attributes:
+        step: Optimizer steps done.
+        micro_step: Micro-steps done in the entire run.
+        window_samples: Samples seen in the unfinished window.
+        window_loss: Sum of their losses, a fp64 scalar that stays on the device so that no
+            micro-step waits for it.
+        norm_range: Smallest and largest total gradient norm so far, without the first steps.
+        watch: State of the watchdog.
+        rollback: What a rollback skipped, if there was one.
     """
 
     step: int = 0
@@ -33,15 +37,17 @@ class RunPosition:
 
     @property
     def skipped(self) -> int:
-        """How far the data is ahead of the micro-steps."""
+        """Number of micro-steps by which the data is ahead."""
         return self.rollback.skipped[1] - self.rollback.skipped[0] if self.rollback else 0
 
 
 class CheckpointManifest(BaseModel):
-    """``checkpoint.json``.
+    """The content of ``checkpoint.json``.
 
-    layout: name and shape of each factor, in the buffers' order. parts: what each part told beside
-    its tensors. files: sha256 by file name.
+    Attributes:
+        layout: Name and shape of each factor, in the buffers' order.
+        parts: Scalar state of each component.
+        files: sha256 by file name.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")

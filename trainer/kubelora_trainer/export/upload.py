@@ -1,8 +1,8 @@
-"""Copies a finished adapter to a bucket or to the Hugging Face Hub.
+"""Upload of a finished adapter to a bucket or the Hugging Face Hub.
 
-The run is done and recorded before anything is pushed, so a push that fails loses nothing: it is a
-sentence and an exit code, and the same job tries again. The manifest goes last: where it is, the
-files beside it are whole.
+The run is finished and recorded before the upload, so a failed upload loses nothing: it is reported
+with an exit code, and the same job tries again. The manifest is uploaded last: if it exists, the
+files next to it are complete.
 """
 
 import os
@@ -16,10 +16,10 @@ from kubelora_trainer.utils.errors import ConfigurationError, RunEndedError, Upl
 
 
 def push(folder: OutputFolder, uri: str) -> None:
-    """Copy the adapter's files and the manifest to ``uri`` (s3:// or hf://).
+    """Upload the adapter's files and the manifest to ``uri`` (s3:// or hf://).
 
-    Raises ConfigurationError where the place or the rights to it are wrong, and UploadError where
-    another try may help.
+    Raises ConfigurationError if the URI or its permissions are wrong, and UploadError if a retry
+    may help.
     """
     place = parse_place(uri)
     files = [*sorted(folder.place(OutputPath.ADAPTER).glob("*.safetensors"))]
@@ -41,14 +41,14 @@ def _to_bucket(files: Sequence[Path], uri: str) -> None:
             system.put_file(str(file), remote)
             found = int(system.info(remote)["size"])
             if found != file.stat().st_size:
-                raise OSError(f"{remote} has {found} bytes, {file.stat().st_size} were sent")
+                raise OSError(f"{remote} has {found} bytes, but {file.stat().st_size} were sent")
     except ImportError:
         raise _wrong(uri, "the package s3fs is not installed: pip install s3fs") from None
     except PermissionError as error:
         raise _wrong(uri, f"access is denied ({error}): check the credentials") from error
     except FileNotFoundError as error:
         raise _wrong(uri, f"the bucket does not exist ({error})") from error
-    except Exception as error:  # botocore's errors share no base with each other
+    except Exception as error:  # botocore's errors share no base class
         if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
             why = "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             raise _wrong(uri, why) from error
@@ -70,11 +70,11 @@ def _to_hub(files: Sequence[Path], place: Place, uri: str) -> None:
             revision=place.revision,
         )
     except (errors.LocalTokenNotFoundError, errors.GatedRepoError) as error:
-        raise _wrong(uri, "the Hub asks for a token that may write: set HF_TOKEN") from error
+        raise _wrong(uri, "the Hub needs a token with write access: set HF_TOKEN") from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         if status in (401, 403, 404):
-            why = f"the Hub refuses (HTTP {status}): set HF_TOKEN to a token that may write there"
+            why = f"the Hub refuses (HTTP {status}): set HF_TOKEN to a token with write access"
             raise _wrong(uri, why) from error
         raise _failed(uri, error) from error
     except Exception as error:  # network errors of whichever client the library uses
@@ -90,5 +90,5 @@ def _failed(uri: str, error: Exception) -> RunEndedError:
     return UploadError(f"{_DONE} {uri} ({reason}). {_AGAIN}")
 
 
-_DONE = "the adapter is trained and in the output folder, but could not be pushed to"
-_AGAIN = "The same job tries the push again and trains nothing anew"
+_DONE = "the adapter is trained and saved in the output folder, but could not be uploaded to"
+_AGAIN = "Run the same job again to retry the upload; nothing is trained again"

@@ -1,7 +1,7 @@
-"""Proves that an exported adapter of the text encoders is read back as it was trained.
+"""Verification that an exported text-encoder adapter loads exactly as it was trained.
 
-As for the UNet: diffusers' own loader puts each file onto fresh encoders, every layer's scale and
-weights are the trained ones, and the encoders give the trained ones' hidden states and pooled text.
+As for the UNet, diffusers' own loader applies each file to fresh encoders. Every layer's scale and
+weights must be the trained ones, and hidden states and pooled output must match.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ from torch import nn
 from kubelora_trainer.export.verify_unet import (
     UNIT_ROUNDOFF,
     ExportCheck,
+    any_update_shows,
+    check_output,
     compare_layers,
-    judge,
-    some_update_shows,
 )
 from kubelora_trainer.lora.adapter import ADAPTER_NAME, TrainedLayer
 from kubelora_trainer.lora.dora import with_peft_dora
@@ -36,11 +36,19 @@ def verify_text_encoders(
     variant: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[ExportCheck]:
-    """Load each file onto a fresh encoder of each part, as a user would, and compare.
+    """Load each file onto a fresh copy of each encoder, as a user would, and compare.
 
-    encoders: the trained ones. unet_config: diffusers reads kohya's block names by it.
-    dtype: of the files' tensors.
-    Raises NumericalError when a layer is missing, a scale or a weight differs, or the outputs do.
+    Args:
+        base_folder: Directory of the pipeline.
+        files: Exported files.
+        encoders: The trained text encoders.
+        layers: The trained layers.
+        unet_config: The UNet's configuration, by which diffusers reads kohya's block names.
+        variant: Infix of the base model's weight files.
+        dtype: Type of the tensors in the files.
+
+    Raises:
+        NumericalError: A layer is missing, or a scale, a weight or the output differs.
     """
     checks = []
     for part, trained in encoders.items():
@@ -56,23 +64,23 @@ def verify_text_encoders(
                 base_folder, part, variant=variant, dtype=model_dtype, device=weight.device
             )
             without = probe_text(fresh)
-            _load_as_a_user(fresh, part, file, unet_config)
+            _load_with_diffusers(fresh, part, file, unet_config)
             compare_layers(fresh, layers, file, dtype, part)
             check = ExportCheck(
                 deviation=float((probe_text(fresh) - expected).norm()),
                 effect=float((expected - without).norm()),
                 output=float(expected.norm()),
                 noise=noise,
-                shows=some_update_shows(trained, layers, part, model_dtype),
+                shows=any_update_shows(trained, layers, part, model_dtype),
             )
-            judge(check, dtype, file, part)
+            check_output(check, dtype, file, part)
             checks.append(check)
     return checks
 
 
-def _load_as_a_user(encoder: nn.Module, part: Part, file: Path, unet_config: object) -> None:
-    """The calls inside ``pipeline.load_lora_weights`` for one encoder."""
-    from diffusers import StableDiffusionXLPipeline  # needed at the end alone
+def _load_with_diffusers(encoder: nn.Module, part: Part, file: Path, unet_config: object) -> None:
+    """Repeat the calls inside ``pipeline.load_lora_weights`` for one encoder."""
+    from diffusers import StableDiffusionXLPipeline  # a slow import, needed only at the end
 
     try:
         with quiet_libraries():
@@ -99,9 +107,9 @@ def _load_as_a_user(encoder: nn.Module, part: Part, file: Path, unet_config: obj
 
 @torch.no_grad()
 def probe_text(encoder: nn.Module, roundoff: float = 0.0) -> torch.Tensor:
-    """What SDXL takes of an encoder for one fixed row of 77 tokens, flat, fp32.
+    """Compute what SDXL uses of an encoder for one fixed row of 77 tokens, flattened to fp32.
 
-    roundoff: relative change, of either sign, of each number that the embeddings give.
+    roundoff: relative perturbation, of random sign, of each element of the embeddings.
     """
     generator = torch.Generator().manual_seed(0)
     weight = encoder.get_input_embeddings().weight  # type: ignore[operator]
@@ -119,6 +127,6 @@ def probe_text(encoder: nn.Module, roundoff: float = 0.0) -> torch.Tensor:
         if hook:
             hook.remove()
     taken = [output.hidden_states[-2].flatten()]
-    if output[0].ndim == 2:  # a projection's: the second encoder's pooled text
+    if output[0].ndim == 2:  # the projected pooled output of the second encoder
         taken.append(output[0].flatten())
     return torch.cat(taken).float()

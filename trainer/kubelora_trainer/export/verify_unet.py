@@ -1,9 +1,9 @@
-"""Proves that an exported adapter is read back as it was trained, by those who will read it.
+"""Verification that an exported adapter loads exactly as it was trained.
 
 Success is reported only after each file has been loaded as a user would load it: diffusers' own
-loader puts it onto a fresh UNet, layer by layer the scale and the weights are the trained ones
-within what rounding explains, and that UNet gives the trained one's answer. The kohya file is also
-read key by key without diffusers, and each layer's update compared.
+loader applies it to a fresh UNet, every layer's scale and weights equal the trained ones up to
+rounding, and the UNet's output matches. The kohya file is also read key by key without diffusers,
+and each layer's update is compared.
 """
 
 from collections.abc import Sequence
@@ -31,19 +31,22 @@ UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat1
 SMALLEST_STEP = {torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 """Spacing of the dtype's subnormal numbers."""
 EFFECT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Largest deviation of the output, by the file's dtype, as a share of what the adapter changes."""
+"""Largest deviation of the output, by the file's dtype, relative to the adapter's effect."""
 NOISE_ALLOWANCE = 2.0
-"""Deviation that rounding in the model's dtype may give, as a multiple of the noise measured."""
+"""Allowed deviation from rounding in the model's dtype, as a multiple of the measured noise."""
 
 
 @dataclass(frozen=True)
 class ExportCheck:
-    """What the comparison saw, as L2 norms over the output of one forward pass.
+    """Result of a comparison, as L2 norms over the output of one forward pass.
 
-    deviation: reloaded against trained. effect: trained against the base model. output: trained.
-    noise: what one rounding error in the model's dtype makes of the trained output; with DoRA, what
-    a reader's norms in that dtype make of it, where that is more. shows: whether some update is too
-    large to be lost in the rounding of the model's dtype.
+    Attributes:
+        deviation: Reloaded minus trained model.
+        effect: Trained model minus base model.
+        output: Trained model.
+        noise: Effect of one rounding error in the model's dtype; with DoRA, the effect of a
+            reader's norms in that dtype if that is larger.
+        shows: True if some update is too large to be lost in the rounding of the model's dtype.
     """
 
     deviation: float
@@ -62,12 +65,20 @@ def verify_export(
     variant: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[ExportCheck]:
-    """Load each exported file as a user would and compare with the trained UNet.
+    """Load each exported file as a user would and compare it with the trained UNet.
 
-    base_folder: the pipeline. files: in diffusers' or kohya's format. dtype: of their tensors. A
-    fresh UNet in the trained one's dtype and on its device is needed for the time of the
-    comparison.
-    Raises NumericalError when a layer is missing, a scale or a weight differs, or the outputs do.
+    A fresh UNet in the trained one's dtype and on its device is needed for the comparison.
+
+    Args:
+        base_folder: Directory of the pipeline.
+        files: Files in diffusers' or kohya's format.
+        trained: The UNet with the trained adapter.
+        layers: The trained layers.
+        variant: Infix of the base model's weight files.
+        dtype: Type of the tensors in the files.
+
+    Raises:
+        NumericalError: A layer is missing, or a scale, a weight or the output differs.
     """
     model_dtype, device = trained.conv_in.weight.dtype, trained.device
     fresh = load_unet(base_folder, variant=variant, dtype=model_dtype, device=device)
@@ -80,24 +91,24 @@ def verify_export(
     for file in files:
         if file.name != Path(OutputPath.DIFFUSERS_WEIGHTS).name:
             compare_updates(file, trained, layers, dtype)
-        _load_as_a_user(fresh, file)
+        _load_with_diffusers(fresh, file)
         compare_layers(fresh, layers, file, dtype)
         check = ExportCheck(
             deviation=float((probe(fresh) - expected).norm()),
             effect=float((expected - without).norm()),
             output=float(expected.norm()),
             noise=noise,
-            shows=some_update_shows(trained, layers, "unet", model_dtype),
+            shows=any_update_shows(trained, layers, "unet", model_dtype),
         )
-        judge(check, dtype, file)
+        check_output(check, dtype, file)
         checks.append(check)
         fresh.delete_adapters(ADAPTER_NAME)
     return checks
 
 
-def _load_as_a_user(unet: UNet2DConditionModel, file: Path) -> None:
-    """The two calls inside ``pipeline.load_lora_weights(folder, weight_name=...)``."""
-    from diffusers import StableDiffusionXLPipeline  # needed at the end alone
+def _load_with_diffusers(unet: UNet2DConditionModel, file: Path) -> None:
+    """Repeat the two calls inside ``pipeline.load_lora_weights(folder, weight_name=...)``."""
+    from diffusers import StableDiffusionXLPipeline  # a slow import, needed only at the end
 
     level = diffusers_logging.get_verbosity()
     diffusers_logging.set_verbosity_error()
@@ -123,9 +134,18 @@ def compare_updates(
     layers: Sequence[TrainedLayer],
     dtype: torch.dtype,
 ) -> None:
-    """Whether a kohya file holds every layer's update, and nothing else.
+    """Check that a kohya file holds every layer's update and nothing else.
 
-    Raises NumericalError. The error of a product is bounded by those of its factors.
+    The error of a product is bounded by those of its factors.
+
+    Args:
+        file: The kohya file.
+        trained: The trained UNet, whose configuration maps layer names.
+        layers: The trained layers.
+        dtype: Type of the tensors in the file.
+
+    Raises:
+        NumericalError: The file cannot be read, or a layer is missing or differs.
     """
     try:
         found = read_kohya(file)
@@ -133,10 +153,10 @@ def compare_updates(
         raise NumericalError(f"The exported adapter {file} can't be read: {error}") from error
     stems = kohya_names(trained.config, ((one.module.part, one.module.name) for one in layers))
     if found.keys() != set(stems.values()):
-        odd = sorted(found.keys() ^ set(stems.values()))
+        different = sorted(found.keys() ^ set(stems.values()))
         raise NumericalError(
-            f"The exported adapter {file} holds {len(found)} layers, {len(layers)} were trained; "
-            f"the first that differs is {odd[0]}."
+            f"The exported adapter {file} holds {len(found)} layers, but {len(layers)} were "
+            f"trained; the first that differs is {different[0]}."
         )
     for one in layers:
         layer = found[stems[one.module.part, one.module.name]]
@@ -148,8 +168,8 @@ def compare_updates(
         allowed += one.module.scale * float(steps)
         if not float((layer.update().double() - wanted).norm()) <= allowed:
             raise NumericalError(
-                f"The exported adapter {file} changes {one.module.full_name} otherwise than was "
-                "trained."
+                f"The exported adapter {file} updates {one.module.full_name} differently from what "
+                "was trained."
             )
 
 
@@ -160,21 +180,29 @@ def compare_layers(
     dtype: torch.dtype,
     part: Part = "unet",
 ) -> None:
-    """Same layers, and the same numbers within the rounding of file and model.
+    """Check that a loaded model has the same layers and weights, up to rounding of file and model.
 
-    fresh: the loaded model of ``part``. dtype: of the file's tensors.
+    In diffusers' format each scale must be the trained one; a kohya file may have folded part of it
+    into the up-projection.
 
-    In diffusers' format each scale must be the trained one; a kohya file may have moved a part of
-    it into the up-projection.
+    Args:
+        fresh: The loaded model.
+        layers: The trained layers of all parts.
+        file: The exported file.
+        dtype: Type of the tensors in the file.
+        part: Part that ``fresh`` is.
+
+    Raises:
+        NumericalError: A layer is missing, or a scale or a weight differs.
     """
     wanted = [one for one in layers if one.module.part == part]
     loaded = {name: layer for name, layer in fresh.named_modules() if isinstance(layer, LoraLayer)}
     names = {one.module.name for one in wanted}
     if loaded.keys() != names:
-        odd = sorted(loaded.keys() ^ names)
+        different = sorted(loaded.keys() ^ names)
         raise NumericalError(
-            f"The exported adapter {file} gives {len(loaded)} layers, {len(names)} were "
-            f"trained; the first that differs is {full_name(part, odd[0])}."
+            f"The exported adapter {file} loads {len(loaded)} layers, but {len(names)} were "
+            f"trained; the first that differs is {full_name(part, different[0])}."
         )
     folded = file.name != Path(OutputPath.DIFFUSERS_WEIGHTS).name
     for one in wanted:
@@ -182,7 +210,7 @@ def compare_layers(
         scale = layer.scaling[ADAPTER_NAME]
         if not folded and abs(scale - module.scale) > 1e-6 * abs(scale):
             raise NumericalError(
-                f"The exported adapter {file} scales {module.full_name} by {scale}, it was "
+                f"The exported adapter {file} scales {module.full_name} by {scale}, but it was "
                 f"trained with {module.scale}: its alpha was lost."
             )
         up = layer.lora_B[ADAPTER_NAME].weight.double() * (scale / module.scale)
@@ -191,15 +219,15 @@ def compare_layers(
             _close(up, one.lora_b, dtype, down.dtype, scale / module.scale)
         ):
             raise NumericalError(
-                f"The exported adapter {file} holds other weights for {module.full_name} than were "
-                "trained."
+                f"The exported adapter {file} holds weights for {module.full_name} that differ "
+                "from the trained ones."
             )
         if one.magnitude is not None:
             magnitude = layer.lora_magnitude_vector[ADAPTER_NAME].weight
             if not _close(magnitude, one.magnitude, torch.float32, magnitude.dtype, 1.0):
                 raise NumericalError(
-                    f"The exported adapter {file} holds other magnitudes for {module.full_name} "
-                    "than were trained."
+                    f"The exported adapter {file} holds magnitudes for {module.full_name} that "
+                    "differ from the trained ones."
                 )
 
 
@@ -210,9 +238,9 @@ def _close(
     model_dtype: torch.dtype,
     unfolded: float,
 ) -> bool:
-    """Whether rounding to the file's and then to the model's dtype explains the difference.
+    """Return True if rounding to the file's and then the model's dtype explains the difference.
 
-    unfolded: what loaded numbers were multiplied by, and their subnormal steps with them.
+    unfolded: factor by which the loaded weights, and hence their subnormal steps, were multiplied.
     """
     expected = trained.to(loaded.device).double()
     share = UNIT_ROUNDOFF[file_dtype] + UNIT_ROUNDOFF[model_dtype] + UNIT_ROUNDOFF[torch.float32]
@@ -221,13 +249,19 @@ def _close(
     return bool((loaded.double() - expected).norm() <= allowed)
 
 
-def some_update_shows(
+def any_update_shows(
     trained: nn.Module, layers: Sequence[TrainedLayer], part: Part, dtype: torch.dtype
 ) -> bool:
-    """Whether a layer's update is more than rounding in ``dtype``, as a share of its own weights.
+    """Return True if any layer's update exceeds rounding in ``dtype``, relative to its weights.
 
-    trained: the model of ``part``, with its adapter. After a few steps of a warm-up none is: what
-    such an adapter adds to a layer's output is less than its last digit.
+    After a few warm-up steps none may: such an adapter adds less than the last digit to a layer's
+    output.
+
+    Args:
+        trained: The model of ``part`` with its adapter.
+        layers: The trained layers of all parts.
+        part: Part that ``trained`` is.
+        dtype: Type of the model.
     """
     for one in layers:
         if one.module.part != part:
@@ -235,35 +269,45 @@ def some_update_shows(
         layer = trained.get_submodule(one.module.name)
         base: Any = getattr(layer, "base_layer", layer)
         a, b = one.lora_a.double().flatten(1), one.lora_b.double().flatten(1)
-        # |BA|^2 is the trace of B'B AA', of rank x rank numbers.
+        # |BA|^2 is the trace of B'B AA', which needs only rank x rank products.
         update = abs(one.module.scale) * float(((b.T @ b) * (a @ a.T)).sum()) ** 0.5
         if update > UNIT_ROUNDOFF[dtype] * float(base.weight.float().norm()):
             return True
     return False
 
 
-def judge(check: ExportCheck, dtype: torch.dtype, file: Path, part: Part = "unet") -> None:
-    """Raise NumericalError for an output that rounding does not explain. dtype: of the file.
+def check_output(check: ExportCheck, dtype: torch.dtype, file: Path, part: Part = "unet") -> None:
+    """Check that rounding explains the deviation of the output.
 
-    A deep UNet in bf16 amplifies a single rounding to 1 % of its output."""
+    A deep UNet in bf16 amplifies a single rounding error to 1 % of its output.
+
+    Args:
+        check: The comparison.
+        dtype: Type of the tensors in the file.
+        file: The exported file.
+        part: The compared model.
+
+    Raises:
+        NumericalError: The output deviates more, or the adapter has no effect.
+    """
     allowed = EFFECT_TOLERANCE[dtype] * check.effect + NOISE_ALLOWANCE * check.noise
     if not check.deviation <= allowed:
         raise NumericalError(
-            f"The exported adapter {file} gives another output than the trained one: "
+            f"The exported adapter {file} gives a different output from the trained one: "
             f"deviation {check.deviation:.3g}, allowed {allowed:.3g}."
         )
     if check.shows and not check.effect > 0:
         raise NumericalError(
-            f"The exported adapter {file} changes nothing in {part}, though its updates are larger "
-            "than rounding."
+            f"The exported adapter {file} changes nothing in {part}, although its updates are "
+            "larger than rounding."
         )
 
 
 @torch.no_grad()
 def probe(unet: UNet2DConditionModel, *, roundoff: float = 0.0) -> torch.Tensor:
-    """Output of one forward pass on fixed noise and conditions, fp32 (1, 4, 16, 16).
+    """Run one forward pass on fixed noise and conditions; returns fp32 (1, 4, 16, 16).
 
-    roundoff: relative change, of either sign, of each number that the first convolution gives.
+    roundoff: relative perturbation, of random sign, of each output of the first convolution.
     """
     generator = torch.Generator().manual_seed(0)
     config = unet.config

@@ -1,7 +1,7 @@
-"""Writes the adapter in diffusers' and in kohya's format, each file whole or not at all.
+"""Writers of the adapter in diffusers' and kohya's formats; each file is written atomically.
 
-A file without its adapter metadata loses alpha, one with a wrong key loses a layer, and both load
-without an error: `verify_unet.py` proves what is written here.
+A file without its adapter metadata loses alpha, and one with a wrong key loses a layer, yet both
+load without an error. So `verify_unet.py` checks every file that is written here.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ EXPORT_DTYPES: dict[Literal["fp16", "bf16", "fp32"], torch.dtype] = {
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A file of the adapter: where it is, its SHA-256 in hex, its size."""
+    """A file of the adapter: path, SHA-256 in hex, and size."""
 
     path: Path
     sha256: str
@@ -46,9 +46,12 @@ class ExportedFile:
 
 @dataclass(frozen=True)
 class Title:
-    """What a kohya file says of itself.
+    """Metadata of a kohya file.
 
-    name: the job's. resolution: edge in pixels. prediction_type: diffusers' name for it.
+    Attributes:
+        name: The job's name.
+        resolution: Edge length in pixels.
+        prediction_type: diffusers' name of the prediction type.
     """
 
     name: str
@@ -66,10 +69,17 @@ def export_diffusers(
 ) -> ExportedFile:
     """Write ``folder/adapter/pytorch_lora_weights.safetensors``.
 
-    dtype: of the tensors in the file. encoders: the text encoders that have an adapter. Their keys
-    have ``text_model``, which every version of diffusers' loader takes off where it must.
-    Raises NumericalError for weights that are not finite, ConfigurationError when the file can't
-    be written.
+    Args:
+        unet: The UNet with the adapter.
+        layers: The trained layers.
+        folder: The output directory.
+        dtype: Type of the tensors in the file.
+        encoders: The adapted text encoders. Their keys contain ``text_model``, which every version
+            of diffusers' loader removes if it must.
+
+    Raises:
+        NumericalError: A weight is not finite.
+        ConfigurationError: The file cannot be written.
     """
     models: dict[Part, nn.Module] = {"unet": unet, **(encoders or {})}
     states: dict[Part, dict[str, torch.Tensor]] = {part: {} for part in SGM_PARTS}
@@ -88,7 +98,7 @@ def export_diffusers(
     metadata = {part: adapter_metadata(model) for part, model in models.items()}
 
     def write(path: Path) -> None:
-        from diffusers import StableDiffusionXLPipeline  # needed at the end alone
+        from diffusers import StableDiffusionXLPipeline  # a slow import, needed only at the end
 
         StableDiffusionXLPipeline.save_lora_weights(
             path.parent,
@@ -112,7 +122,19 @@ def export_kohya(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> ExportedFile:
-    """Write ``folder/adapter/<name>.safetensors``. Raises as ``export_diffusers`` does."""
+    """Write ``folder/adapter/<name>.safetensors`` in kohya's format.
+
+    Args:
+        unet_config: The UNet's configuration.
+        layers: The trained layers.
+        folder: The output directory.
+        title: Metadata of the file.
+        dtype: Type of the tensors in the file.
+
+    Raises:
+        NumericalError: A weight is not finite.
+        ConfigurationError: The file cannot be written.
+    """
     state = kohya_state(layers, unet_config, dtype)
     _check_finite(state, dtype)
     metadata = kohya_metadata(layers, title.name, title.resolution, title.prediction_type)
@@ -122,10 +144,10 @@ def export_kohya(
 
 
 def dtype_that_holds(layers: Sequence[TrainedLayer], wanted: torch.dtype) -> torch.dtype:
-    """``wanted``, or fp32 where a factor of any layer would lose more in it than normal rounding.
+    """Return ``wanted``, or fp32 if a factor would lose more in it than normal rounding.
 
-    fp16 alone can be too narrow: it rounds to multiples of 6e-8 and ends at 65504. What is judged
-    is the norm of the rounding error against twice the largest that normal numbers have.
+    Only fp16 can be too narrow: its smallest step is 6e-8 and its largest value 65504. The
+    criterion is the norm of the rounding error against twice the maximum for normal numbers.
     """
     if wanted != torch.float16:
         return wanted
@@ -143,25 +165,25 @@ def _check_finite(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
         if not torch.isfinite(tensor).all():
             raise NumericalError(
                 f"The adapter was not exported: {name} holds values that are not finite in "
-                f"{dtype}. Go back to the last checkpoint before they appeared, or, where fp16 is "
-                "too narrow for them, set output.dtype to bf16."
+                f"{dtype}. Go back to the last checkpoint before they appeared or, if fp16 is too "
+                "narrow for them, set output.dtype to bf16."
             )
 
 
 def adapter_metadata(model: Any) -> dict[str, Any]:
-    """peft's configuration of the adapter, with sets sorted: equal adapters give equal files."""
+    """Return peft's configuration with sets sorted, so that equal adapters give equal files."""
     config = model.peft_config[ADAPTER_NAME].to_dict()
     for field in ("rank_pattern", "alpha_pattern"):
-        config[field] = in_lasting_order(config[field])
+        config[field] = with_stable_order(config[field])
     return {
         key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
     }
 
 
-def in_lasting_order(patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """The same patterns, whose first match still wins once diffusers has sorted them by name.
+def with_stable_order(patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """Rewrite patterns so that the first match still wins after diffusers has sorted them by name.
 
-    Where sorting would change the order, each gets its number in front, as a regular expression's
+    If sorting would change the order, each pattern gets its index in front, as a regular-expression
     comment.
     """
     if list(patterns) == sorted(patterns):
@@ -170,7 +192,7 @@ def in_lasting_order(patterns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_whole(target: Path, write: Callable[[Path], None]) -> ExportedFile:
-    """Write aside, flush to the disk, rename."""
+    """Write to a temporary directory, flush to disk, and rename."""
     with writing_to(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=".export-"))
@@ -188,9 +210,9 @@ def _write_whole(target: Path, write: Callable[[Path], None]) -> ExportedFile:
 
 
 def sort_header(path: Path) -> None:
-    """Put a safetensors file's metadata in alphabetical order; the writer leaves it to chance.
+    """Sort a safetensors file's metadata, whose order the writer leaves undefined.
 
-    The header is 8 bytes of length and JSON, padded with spaces to a multiple of 8: sorting keys
+    The header is 8 bytes of length and JSON, padded with spaces to a multiple of 8. Sorting keys
     keeps its length.
     """
     with path.open("rb+") as file:
@@ -199,7 +221,7 @@ def sort_header(path: Path) -> None:
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         if len(text) > length:
-            return  # another writer's spelling: correct as it is, though not canonical
+            return  # another writer's formatting: correct, though not canonical
         file.seek(8)
         file.write(text.ljust(length))
 

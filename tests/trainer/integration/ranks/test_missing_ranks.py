@@ -147,6 +147,6 @@ def test_ranks_are_named_as_one_says_it() -> None:
     ]
 
 
-def test_torchs_own_errors_are_what_a_roll_call_listens_for() -> None:
+def test_torchs_own_errors_are_what_the_monitor_catches() -> None:
     assert issubclass(distributed.DistBackendError, RuntimeError)
     assert issubclass(distributed.DistNetworkError, RuntimeError)
