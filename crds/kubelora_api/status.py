@@ -4,7 +4,7 @@ Every field is optional because a status is filled in over time. The printed tim
 because kubectl prints a time in the future as ``<invalid>``.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -15,6 +15,17 @@ DATE_TIME = Kube({"format": "date-time"})
 Time = Annotated[str, DATE_TIME]
 Severity = Literal["warning", "critical"]
 Verdict = Literal["Healthy", "Warning", "Critical", "Unknown"]
+# In the order in which they stand in the status.
+ConditionType = Literal[
+    "Accepted",
+    "Queued",
+    "Running",
+    "Suspended",
+    "Restarting",
+    "Complete",
+    "Failed",
+    "NumericallyHealthy",
+]
 
 
 class StatusModel(ApiModel):
@@ -98,8 +109,7 @@ class JobStatus(StatusModel):
     )
     conditions: Annotated[list[Condition], Field(max_length=16), list_map("type")] = Field(
         default_factory=list,
-        description="Conditions of the types Accepted, Queued, Running, Suspended, Restarting, "
-        "Complete, Failed and NumericallyHealthy.",
+        description=f"Conditions of the types {', '.join(get_args(ConditionType))}.",
     )
     attempt: int = Field(0, description="Number of the current attempt, 0 before the first one.")
     child_uid: str | None = Field(None, description="UID of the attempt's batch/v1 Job.")

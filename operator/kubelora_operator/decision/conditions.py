@@ -7,9 +7,9 @@ the start of a delay that survives a restart of the operator.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-from kubelora_api.status import Condition
+from kubelora_api.status import Condition, ConditionType
 
 ACCEPTED: Final = "Accepted"
 QUEUED: Final = "Queued"
@@ -19,7 +19,7 @@ RESTARTING: Final = "Restarting"
 COMPLETE: Final = "Complete"
 FAILED: Final = "Failed"
 HEALTHY: Final = "NumericallyHealthy"
-TYPES: Final = (ACCEPTED, QUEUED, RUNNING, SUSPENDED, RESTARTING, COMPLETE, FAILED, HEALTHY)
+TYPES: Final[tuple[ConditionType, ...]] = get_args(ConditionType)
 MESSAGE_MAX: Final = 4096
 """Maximum characters of a message. The API allows 32,768, which no terminal can show."""
 
@@ -65,7 +65,7 @@ class Conditions:
         found = self.get(kind)
         return found.reason if found else ""
 
-    def set(self, kind: str, status: Truth, reason: str, message: str) -> "Conditions":
+    def set(self, kind: ConditionType, status: Truth, reason: str, message: str) -> "Conditions":
         """Set the condition and return the result; its time moves only when its status changes.
 
         Args:
@@ -89,7 +89,7 @@ class Conditions:
         others = {c.type: c for c in self.items} | {kind: fresh}
         return Conditions(tuple(others[t] for t in TYPES if t in others), self.generation, self.now)
 
-    def clear(self, kind: str, reason: str, message: str) -> "Conditions":
+    def clear(self, kind: ConditionType, reason: str, message: str) -> "Conditions":
         """Set the condition to False if it is present; a condition never set stays absent.
 
         Args:

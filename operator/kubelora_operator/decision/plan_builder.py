@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from kubelora_api.status import JobStatus
+from kubelora_api.status import ConditionType, JobStatus
 from kubelora_operator.decision.conditions import (
     RESTARTING,
     RUNNING,
@@ -31,7 +31,9 @@ class PlanBuilder:
     create: int | None = None
     requeue_after: timedelta | None = None
 
-    def set_condition(self, kind: str, truth: bool, reason: str, message: str) -> "PlanBuilder":
+    def set_condition(
+        self, kind: ConditionType, truth: bool, reason: str, message: str
+    ) -> "PlanBuilder":
         """Set a condition to True or False.
 
         Args:
@@ -46,7 +48,7 @@ class PlanBuilder:
             conditions=self.conditions.set(kind, status, reason, message),
         )
 
-    def clear_condition(self, kind: str, reason: str, message: str) -> "PlanBuilder":
+    def clear_condition(self, kind: ConditionType, reason: str, message: str) -> "PlanBuilder":
         """Set a condition to False if it is present.
 
         Args:
