@@ -31,7 +31,7 @@ class Problem:
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
-class InvalidDocument(ValueError):
+class InvalidDocumentError(ValueError):
     """The document is not a valid LoraTrainingJob."""
 
     def __init__(self, problems: list[Problem]) -> None:
@@ -47,18 +47,20 @@ def parse_job(document: object, *, local: bool = False) -> LoraTrainingJob:
         local: Whether to allow local paths where the cluster allows only URIs.
 
     Raises:
-        InvalidDocument: With every violation found.
+        InvalidDocumentError: With every violation found.
     """
     if not isinstance(document, dict):
-        raise InvalidDocument([Problem("", "the document must be a mapping of fields to values")])
+        raise InvalidDocumentError(
+            [Problem("", "the document must be a mapping of fields to values")]
+        )
     _refuse_other_kinds(document)
     try:
         job = LoraTrainingJob.model_validate(_without_nulls(document))
     except ValidationError as error:
-        raise InvalidDocument(_problems_of(error)) from None
+        raise InvalidDocumentError(_problems_of(error)) from None
     problems = list(_broken_rules(job, "", local))
     if problems:
-        raise InvalidDocument(problems)
+        raise InvalidDocumentError(problems)
     return job
 
 
@@ -74,7 +76,7 @@ def check_change(new: LoraTrainingJob, old: LoraTrainingJob) -> list[Problem]:
 def _refuse_other_kinds(document: JsonObject) -> None:
     found = (document.get("apiVersion"), document.get("kind"))
     if found != (names.API_VERSION, names.KIND):
-        raise InvalidDocument(
+        raise InvalidDocumentError(
             [
                 Problem(
                     "kind" if found[0] == names.API_VERSION else "apiVersion",

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kubelora_api.crd import custom_resource_definition
-from kubelora_api.documents import InvalidDocument, check_change, parse_job
+from kubelora_api.documents import InvalidDocumentError, check_change, parse_job
 from tests.api.contract_documents import CHANGES, RIGHT, WRONG, Change, Document, Wrong, base
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda w: w.name)
 def test_a_wrong_document_is_refused_with_a_message_that_names_the_field(wrong: Wrong) -> None:
-    with pytest.raises(InvalidDocument) as refused:
+    with pytest.raises(InvalidDocumentError) as refused:
         parse_job(wrong.document())
     assert any(
         p.path.startswith(wrong.field) or wrong.field in p.path for p in refused.value.problems
@@ -40,7 +40,7 @@ def test_a_path_of_this_machine_is_right_for_a_local_run_alone() -> None:
     document["spec"]["dataset"]["uri"] = "photos"
     document["spec"]["output"]["uri"] = "../runs/one"
     assert parse_job(document, local=True).spec.dataset.uri == "photos"
-    with pytest.raises(InvalidDocument) as refused:
+    with pytest.raises(InvalidDocumentError) as refused:
         parse_job(document)
     assert {p.path for p in refused.value.problems} == {
         "spec.model.uri",
@@ -54,7 +54,7 @@ def test_every_problem_is_told_at_once() -> None:
     document["spec"]["adapter"]["rank"] = 0
     document["spec"]["training"]["steps"] = "many"
     document["spec"]["dataset"]["resolutoin"] = 512
-    with pytest.raises(InvalidDocument) as refused:
+    with pytest.raises(InvalidDocumentError) as refused:
         parse_job(document)
     assert [str(p) for p in refused.value.problems] == [
         "spec.dataset.resolutoin: unknown field; did you mean 'resolution'?",

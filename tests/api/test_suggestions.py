@@ -3,7 +3,7 @@
 import pytest
 
 from kubelora_api.claims import claims_of
-from kubelora_api.documents import InvalidDocument, parse_job
+from kubelora_api.documents import InvalidDocumentError, parse_job
 from kubelora_api.field_paths import field_paths, wrong_path
 from kubelora_api.schema import JsonObject
 from kubelora_api.suggestions import nearest, suggestion
@@ -86,7 +86,7 @@ def test_every_field_has_its_path_and_none_is_wrong() -> None:
 def test_a_wrong_name_in_a_document_is_answered_with_the_right_one(
     path: str, value: object, sentence: str
 ) -> None:
-    with pytest.raises(InvalidDocument) as refused:
+    with pytest.raises(InvalidDocumentError) as refused:
         parse_job(changed(path, value))
     assert sentence in str(refused.value)
 

@@ -130,7 +130,7 @@ def document(
     )
 
 
-class Trained(InterruptedRunError):
+class TrainedError(InterruptedRunError):
     """The last step is done; nothing after it is of interest."""
 
 
@@ -232,7 +232,7 @@ def continue_run(
         parts = injection(parts)
         witness.attend(parts)
         train(parts, position, **rest)  # type: ignore[arg-type]
-        raise Trained("trained")
+        raise TrainedError("trained")
 
     options = RunOptions(
         mounts={},
@@ -249,7 +249,7 @@ def continue_run(
         stack.enter_context(patch.object(run, "train", broken_train))
         try:
             run.run_job(job, options, StopRequest(), Console(file=io.StringIO()))
-        except Trained:
+        except TrainedError:
             pass
         except NumericalError as ended:
             error = str(ended)

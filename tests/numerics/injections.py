@@ -27,7 +27,7 @@ from kubelora_trainer.optim.adamw import FlatAdamW
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, GroupRange
 from kubelora_trainer.training import loop
 from kubelora_trainer.training.loop import MicroBatchOutput, Parts
-from tests.numerics.bench import Injection, Trained
+from tests.numerics.bench import Injection, TrainedError
 
 Objective = Callable[[int], MicroBatchOutput]
 
@@ -278,7 +278,7 @@ def ends_before(step: int) -> Injection:
 
         def objective(micro_step: int) -> MicroBatchOutput:
             if window_of(parts, micro_step)[0] >= step:
-                raise Trained("interrupted")
+                raise TrainedError("interrupted")
             return real(micro_step)
 
         return replace(parts, objective=objective)

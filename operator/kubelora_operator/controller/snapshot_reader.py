@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 import aiohttp
 
-from kubelora_api.documents import InvalidDocument, parse_job
+from kubelora_api.documents import InvalidDocumentError, parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.report import RunReport
 from kubelora_api.schema import JsonObject
@@ -149,7 +149,7 @@ def parse_resource(document: JsonObject) -> tuple[LoraTrainingJob | None, tuple[
     """Parse the resource without its status; return the job, or None and the violations."""
     try:
         return parse_job({k: v for k, v in document.items() if k != "status"}), ()
-    except InvalidDocument as error:
+    except InvalidDocumentError as error:
         return None, tuple(str(p) for p in error.problems)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kubelora_trainer.checkpoint.checkpointer import resume
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 from tests.trainer.fixtures.engine import Engine
 
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_set_aside(
     Engine(tmp_path).train(micro_steps=4)
     file = tmp_path / "checkpoints" / "step-000001.1" / "checkpoint.json"
     file.write_text(sealed(json.loads(file.read_text()) | change))
-    with pytest.raises(ConfigurationError, match=f"another version of kubelora .*{why}"):
+    with pytest.raises(OutputError, match=f"another version of kubelora .*{why}"):
         Engine(tmp_path)
     assert file.exists()
 
@@ -155,7 +155,7 @@ def test_the_first_format_had_no_seal(tmp_path: Path) -> None:
     Engine(tmp_path).train(micro_steps=4)
     file = tmp_path / "checkpoints" / "step-000001.1" / "checkpoint.json"
     file.write_text(json.dumps({"format": 1, "run_id": "x"}))
-    with pytest.raises(ConfigurationError, match="its format is 1, not 2"):
+    with pytest.raises(OutputError, match="its format is 1, not 2"):
         Engine(tmp_path)
 
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_set_aside(
         return read(file)
 
     monkeypatch.setattr(Path, "read_bytes", refusing)
-    with pytest.raises(ConfigurationError, match=r"checkpoint\.json can't be read: permission"):
+    with pytest.raises(OutputError, match=r"checkpoint\.json can't be read: permission"):
         Engine(tmp_path)
     monkeypatch.undo()
     assert Engine(tmp_path).position.micro_step == 4
@@ -273,10 +273,10 @@ def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_set_aside(
 def test_an_older_attempt_writes_nothing_once_a_newer_one_began(tmp_path: Path) -> None:
     old = Engine(tmp_path, attempt=1)
     Engine(tmp_path, attempt=2).exporter.close()
-    with pytest.raises(ConfigurationError, match=r"attempt 2 of run .* took this output folder"):
+    with pytest.raises(OutputError, match=r"attempt 2 of run .* took this output folder"):
         old.train(every=1)
     assert not (tmp_path / "checkpoints").exists()
-    with pytest.raises(ConfigurationError, match="attempt 1 is too old"):
+    with pytest.raises(OutputError, match="attempt 1 is too old"):
         Engine(tmp_path, attempt=1)
 
 
@@ -295,7 +295,7 @@ def test_a_write_that_the_system_refuses_leaves_the_last_checkpoint_intact(tmp_p
     engine.train(micro_steps=4)
     with (
         file_size_limit(100),
-        pytest.raises(ConfigurationError, match=r"can't write to .*step-000001\.1: .*size limit"),
+        pytest.raises(OutputError, match=r"can't write to .*step-000001\.1: .*size limit"),
     ):
         engine.checkpoint(engine.position)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001.1"]
@@ -323,9 +323,9 @@ def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_stands(small_disk: Pa
     with suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
-    with pytest.raises(ConfigurationError, match="no space left on the device; free some"):
+    with pytest.raises(OutputError, match="no space left on the device; free some"):
         engine.checkpoint(engine.position)
-    with pytest.raises(ConfigurationError, match="no space left"):
+    with pytest.raises(OutputError, match="no space left"):
         engine.folder.write_manifest("Failed")
     assert [p.name for p in (small_disk / "checkpoints").iterdir()] == ["step-000001.1"]
     filler.unlink()

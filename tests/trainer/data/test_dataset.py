@@ -18,7 +18,7 @@ from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.dataset import ImageDataset, View, build_dataset
 from kubelora_trainer.data.preflight import preflight, refuse
 from kubelora_trainer.data.preflight_report import PreflightReport, Remark, write_report
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import DatasetError
 
 
 def _image(path: Path, size: tuple[int, int] = (80, 80)) -> Path:
@@ -100,7 +100,7 @@ def test_a_bad_image_ends_the_run_by_default_and_the_message_lists_the_first(
     _image(tmp_path / "good.png")
     for n in range(5):
         (tmp_path / f"bad{n}.jpg").touch()
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(DatasetError) as caught:
         build_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
     message = str(caught.value)
     assert "5 of 6 images" in message
@@ -110,12 +110,12 @@ def test_a_bad_image_ends_the_run_by_default_and_the_message_lists_the_first(
 
 
 def test_a_folder_without_usable_images_is_an_error_even_when_skipping(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="holds no images"):
+    with pytest.raises(DatasetError, match="holds no images"):
         _skipping(tmp_path)
     (tmp_path / "a.jpg").touch()
-    with pytest.raises(ConfigurationError, match=r"No image .* can be used: a.jpg: it is empty"):
+    with pytest.raises(DatasetError, match=r"No image .* can be used: a.jpg: it is empty"):
         _skipping(tmp_path)
-    with pytest.raises(ConfigurationError, match="is no folder"):
+    with pytest.raises(DatasetError, match="is no folder"):
         _skipping(tmp_path / "none")
 
 
@@ -153,7 +153,7 @@ def test_a_caption_that_is_not_utf8_is_its_images_problem_and_names_the_byte(
 def test_a_wrong_metadata_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
     _image(tmp_path / "a.png")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n' + line)
-    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+    with pytest.raises(DatasetError, match=re.escape(sentence)):
         _skipping(tmp_path)
 
 
@@ -206,7 +206,7 @@ def test_a_name_that_is_not_utf8_is_used_and_written_with_its_bytes(tmp_path: Pa
     written = json.loads((tmp_path / "preflight.json").read_text())
     assert written["notes"][0]["file"] == r"caf\xe9/\xe8.png"
     Path(os.fsdecode(folder + b"/\xe8.txt")).write_bytes(b"\x92")
-    with pytest.raises(ConfigurationError, match=re.escape(r"caf\xe9/\xe8.txt is not UTF-8")):
+    with pytest.raises(DatasetError, match=re.escape(r"caf\xe9/\xe8.txt is not UTF-8")):
         build_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
 
 
@@ -223,7 +223,7 @@ def test_a_folder_that_can_not_be_read_ends_the_run_rather_than_hide_its_images(
         return listed(path)
 
     monkeypatch.setattr("os.scandir", refusing)
-    with pytest.raises(ConfigurationError, match=r"locked can't be read: Permission denied\. Let"):
+    with pytest.raises(DatasetError, match=r"locked can't be read: Permission denied\. Let"):
         _skipping(tmp_path)
 
 
@@ -233,9 +233,7 @@ def test_captions_in_a_form_that_is_not_read_are_refused_unless_there_are_others
 ) -> None:
     _image(tmp_path / "a.png")
     (tmp_path / name).write_text("file_name,text\na.png,a bottle\n")
-    with pytest.raises(
-        ConfigurationError, match=rf"{name} is not read: write it as metadata\.jsonl"
-    ):
+    with pytest.raises(DatasetError, match=rf"{name} is not read: write it as metadata\.jsonl"):
         _skipping(tmp_path)
     (tmp_path / "a.txt").write_text("a bottle")
     assert _skipping(tmp_path)[0] == {"a.png": "a bottle"}
@@ -302,12 +300,12 @@ def test_a_file_that_changes_after_preflight_is_an_error(tmp_path: Path) -> None
     data: ImageDataset = build_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
     _image(tmp_path / "a.png", (90, 70))
     with pytest.raises(
-        ConfigurationError,
+        DatasetError,
         match=r"is another file now than in preflight\. .* put back, the run goes on",
     ):
         data.image(_view(data))
     (tmp_path / "a.png").unlink()
     with pytest.raises(
-        ConfigurationError, match=r"passed preflight, but now .* put back, the run goes on"
+        DatasetError, match=r"passed preflight, but now .* put back, the run goes on"
     ):
         data.image(_view(data))

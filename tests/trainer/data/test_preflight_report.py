@@ -13,7 +13,7 @@ from kubelora_trainer.data.preflight import preflight
 from kubelora_trainer.data.preflight_report import Count, PreflightReport, Remark, report_text
 from kubelora_trainer.data.sources import SourceFolder
 from kubelora_trainer.data.token_limits import caption_limits
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import DatasetError
 from kubelora_trainer.utils.progress_log import log_progress
 
 
@@ -149,7 +149,7 @@ def test_the_table_has_a_row_per_kind_of_problem_with_the_first_files(tmp_path: 
 def test_the_report_is_published_before_the_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").touch()
     published: list[PreflightReport] = []
-    with pytest.raises(ConfigurationError, match="No image"):
+    with pytest.raises(DatasetError, match="No image"):
         build_dataset(
             tmp_path, dataset_spec.Dataset(uri="x", resolution=64), publish=published.append
         )

@@ -20,7 +20,7 @@ from kubelora_trainer.data.parquet_images import has_tables_alone, unpack_tables
 from kubelora_trainer.data.preflight_report import Count, report_text
 from kubelora_trainer.data.sources import open_extra_sources, open_folder
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import DatasetError
 from tests.trainer.fixtures.jobs import job_spec, open_base
 from tests.trainer.integration.test_interruption import arguments, in_this_process
 
@@ -182,7 +182,7 @@ def test_unpacked_tables_are_used_again_until_they_change(tmp_path: Path) -> Non
 )
 def test_wrong_columns_are_a_sentence(tmp_path: Path, table: pa.Table, sentence: str) -> None:
     path = _write(table, tmp_path / "a.parquet")
-    with pytest.raises(ConfigurationError, match=sentence):
+    with pytest.raises(DatasetError, match=sentence):
         unpack_tables(path, Columns(), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -192,14 +192,14 @@ def test_a_category_that_no_table_and_no_line_has_is_answered_with_the_one_meant
 ) -> None:
     columns = Columns(category="prodcut")
     path = _write(_table([_png(1)], text=["a"], product=["glass"]), tmp_path / "a.parquet")
-    with pytest.raises(ConfigurationError, match=r"'prodcut'; .*did you mean 'product'\?"):
+    with pytest.raises(DatasetError, match=r"'prodcut'; .*did you mean 'product'\?"):
         unpack_tables(path, columns, tmp_path / "cache")
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "a.png").write_bytes(_png(1))
     line = {"file_name": "a.png", "text": "a", "product": "glass"}
     (photos / "metadata.jsonl").write_text(json.dumps(line))
-    with pytest.raises(ConfigurationError, match=r"a field 'prodcut'; .*mean 'product'\?"):
+    with pytest.raises(DatasetError, match=r"a field 'prodcut'; .*mean 'product'\?"):
         build_dataset(photos, _settings(columns=columns.document()))
 
 
@@ -217,7 +217,7 @@ def test_a_source_with_one_category_for_all_needs_no_column_of_them(tmp_path: Pa
 def test_a_folder_of_tables_and_images_is_refused_rather_than_half_read(tmp_path: Path) -> None:
     _write(_table([_png(1)], text=["a"]), tmp_path / "data" / "a.parquet")
     (tmp_path / "data" / "b.PNG").write_bytes(_png(2))
-    with pytest.raises(ConfigurationError, match=r"1 tables, such as a.parquet, and 1 image files"):
+    with pytest.raises(DatasetError, match=r"1 tables, such as a.parquet, and 1 image files"):
         open_folder(str(tmp_path / "data"), Columns(), {})
 
 
@@ -256,14 +256,14 @@ def test_columns_that_can_not_be_told_apart_or_hold_no_files_are_a_sentence(
     tmp_path: Path, table: pa.Table, sentence: str
 ) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ConfigurationError, match=sentence):
+    with pytest.raises(DatasetError, match=sentence):
         unpack_tables(tmp_path / "a.parquet", Columns(), tmp_path / "cache")
 
 
 def test_a_damaged_table_is_a_sentence(tmp_path: Path) -> None:
     for name in ("a.parquet", "b.arrow"):
         (tmp_path / name).write_bytes(b"nonsense" * 10)
-        with pytest.raises(ConfigurationError, match=f"{name} can't be read"):
+        with pytest.raises(DatasetError, match=f"{name} can't be read"):
             unpack_tables(tmp_path / name, Columns(), tmp_path / "cache")
 
 

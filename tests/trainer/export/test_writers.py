@@ -24,7 +24,7 @@ from kubelora_trainer.export.verify_unet import (
 from kubelora_trainer.export.writers import export_diffusers
 from kubelora_trainer.lora.adapter import TrainedLayer, add_adapter, trained_layers
 from kubelora_trainer.models.pipeline import load_unet
-from kubelora_trainer.utils.errors import ConfigurationError, NumericalError
+from kubelora_trainer.utils.errors import NumericalError, OutputError
 from tests.trainer.fixtures.jobs import fill_up_projections
 
 CPU = torch.device("cpu")
@@ -222,7 +222,7 @@ def test_a_failed_write_leaves_the_earlier_adapter_whole(demo: DemoPaths, tmp_pa
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(ConfigurationError, match="can't write to"):
+        with pytest.raises(OutputError, match="can't write to"):
             export_diffusers(unet, layers, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

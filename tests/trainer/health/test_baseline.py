@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kubelora_trainer.health.baseline import load_baseline
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 from tests.trainer.fixtures.engine import Engine
 
 # Wide enough that one draw is much like another, as in a real model.
@@ -142,7 +142,7 @@ def test_a_damaged_baseline_is_told_with_the_field_that_names_it(
 ) -> None:
     place = shutil.copytree(good, tmp_path / "place")
     (place / damaged).write_bytes((place / damaged).read_bytes()[:100])
-    with pytest.raises(ConfigurationError, match=r"health\.baseline.*leave health\.baseline out"):
+    with pytest.raises(OutputError, match=r"health\.baseline.*leave health\.baseline out"):
         load_baseline("x", place, {}, {}, "", 96)
 
 
@@ -153,9 +153,7 @@ def test_what_is_no_run_is_refused_and_a_run_without_log_only_compared_by_settin
     place = tmp_path / "place"
     place.mkdir()
     if left == "nothing":
-        with pytest.raises(
-            ConfigurationError, match=r"health\.baseline x: no manifest\.json there"
-        ):
+        with pytest.raises(OutputError, match=r"health\.baseline x: no manifest\.json there"):
             load_baseline("x", place, {}, {}, "", 96)
         return
     shutil.copy(good / "manifest.json", place)

@@ -29,7 +29,7 @@ from kubelora_trainer.optim.adamw import FlatAdamW
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.training.setup import factors_of
-from kubelora_trainer.utils.errors import ConfigurationError, NumericalError
+from kubelora_trainer.utils.errors import ModelError, NumericalError
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DEFAULT = PrecisionPlan(compute=BF16, accumulator=FP32, masters=FP32)
@@ -288,7 +288,7 @@ def test_a_channel_without_weights_is_refused_with_the_layers_name() -> None:
         layer.weight[1] = 0
     config = LoraConfig(r=2, target_modules=["out"], use_dora=True)
     model = inject_adapter_in_model(config, nn.ModuleDict({"out": layer}))
-    with pytest.raises(ConfigurationError, match=r"adapter\.dora: 1 of 3 output channels of out"):
+    with pytest.raises(ModelError, match=r"adapter\.dora: 1 of 3 output channels of out"):
         initialised_modules(model, "unet", "kaiming", 1)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.models.pipeline import BaseModel, load_base_model, noise_schedule
 from kubelora_trainer.models.pipeline_checks import check_pipeline, check_weights, is_of_variant
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import ModelError
 
 CPU = torch.device("cpu")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -58,7 +58,7 @@ def test_training_noise_follows_the_pipelines_betas(demo: DemoPaths) -> None:
 @pytest.mark.parametrize("name", ["StableDiffusionPipeline", "FluxPipeline"])
 def test_another_pipeline_is_refused_by_its_name(copy: Path, name: str) -> None:
     _edit(copy / "model_index.json", lambda index: index.update(_class_name=name))
-    with pytest.raises(ConfigurationError, match=rf"{copy} holds a {name}, not a StableDiff"):
+    with pytest.raises(ModelError, match=rf"{copy} holds a {name}, not a StableDiff"):
         _load(copy)
 
 
@@ -68,25 +68,25 @@ def test_another_pipeline_is_refused_by_its_name(copy: Path, name: str) -> None:
 )
 def test_an_index_that_names_another_part_is_refused(copy: Path, listed: object, told: str) -> None:
     _edit(copy / "model_index.json", lambda index: index.update(unet=listed))
-    with pytest.raises(ConfigurationError, match=rf"has {told} as its unet; SDXL has UNet2DCond"):
+    with pytest.raises(ModelError, match=rf"has {told} as its unet; SDXL has UNet2DCond"):
         _load(copy)
 
 
 def test_a_width_that_is_no_number_is_refused(copy: Path) -> None:
     _edit(copy / "text_encoder/config.json", lambda config: config.update(hidden_size="32"))
-    with pytest.raises(ConfigurationError, match="its parts do not match"):
+    with pytest.raises(ModelError, match="its parts do not match"):
         _load(copy)
 
 
 def test_a_unet_without_text_time_is_refused(copy: Path) -> None:
     _edit(copy / "unet/config.json", lambda config: config.update(addition_embed_type=None))
-    with pytest.raises(ConfigurationError, match="addition_embed_type None; SDXL's is 'text_time'"):
+    with pytest.raises(ModelError, match="addition_embed_type None; SDXL's is 'text_time'"):
         _load(copy)
 
 
 def test_text_encoders_of_another_width_are_refused(copy: Path) -> None:
     _edit(copy / "unet/config.json", lambda config: config.update(cross_attention_dim=96))
-    with pytest.raises(ConfigurationError, match=r"attends to 96 channels.*32 \+ 32"):
+    with pytest.raises(ModelError, match=r"attends to 96 channels.*32 \+ 32"):
         _load(copy)
 
 
@@ -105,20 +105,20 @@ def test_missing_and_empty_folders_and_single_files_are_told_apart(tmp_path: Pat
         "model.pt": "is a pickled checkpoint",
         "model.bin": "is a pickled checkpoint",
     }.items():
-        with pytest.raises(ConfigurationError, match=sentence) as caught:
+        with pytest.raises(ModelError, match=sentence) as caught:
             check_pipeline(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
 
 
 def test_a_missing_variant_names_what_is_there(demo: DemoPaths) -> None:
-    with pytest.raises(ConfigurationError, match=rf"no weights of variant fp16, only {WEIGHTS}"):
+    with pytest.raises(ModelError, match=rf"no weights of variant fp16, only {WEIGHTS}"):
         _load(demo.model, variant="fp16")
 
 
 def test_a_misspelt_variant_is_answered_with_the_one_that_is_there(copy: Path) -> None:
     unet = copy / "unet"
     (unet / WEIGHTS).rename(unet / WEIGHTS.replace(".safetensors", ".fp16.safetensors"))
-    with pytest.raises(ConfigurationError, match=r"see model.variant; did you mean 'fp16'\?$"):
+    with pytest.raises(ModelError, match=r"see model.variant; did you mean 'fp16'\?$"):
         check_weights(unet, "pf16")
 
 
@@ -137,7 +137,7 @@ def test_a_variant_is_loaded_from_its_own_files(copy: Path) -> None:
 def test_a_cut_weight_file_is_named(copy: Path, keep: int) -> None:
     file = copy / "unet" / WEIGHTS
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ConfigurationError, match=rf"{file} is damaged or not a safetensors file"):
+    with pytest.raises(ModelError, match=rf"{file} is damaged or not a safetensors file"):
         _load(copy)
 
 
@@ -151,7 +151,7 @@ def test_a_missing_tensor_is_never_left_at_random_values(copy: Path) -> None:
         whole = next(name for name in state if name.endswith(key))
         kept = {name: tensor for name, tensor in state.items() if name != whole}
         save_file(kept, path, {"format": "pt"})
-        with pytest.raises(ConfigurationError, match=rf"{copy / part} lack 1 tensors.*{key}"):
+        with pytest.raises(ModelError, match=rf"{copy / part} lack 1 tensors.*{key}"):
             _load(copy)
         save_file(state, path, {"format": "pt"})
 
@@ -161,20 +161,20 @@ def test_a_tensor_of_another_shape_is_an_error_of_that_folder(copy: Path) -> Non
     state = load_file(path)
     state["conv_in.weight"] = torch.zeros(8, 4, 3, 3)
     save_file(state, path, {"format": "pt"})
-    with pytest.raises(ConfigurationError, match=str(copy / "unet")):
+    with pytest.raises(ModelError, match=str(copy / "unet")):
         _load(copy)
 
 
 def test_pickled_weights_are_refused(copy: Path) -> None:
     (copy / "unet" / WEIGHTS).rename(copy / "unet/diffusion_pytorch_model.bin")
-    with pytest.raises(ConfigurationError, match="only pickles"):
+    with pytest.raises(ModelError, match="only pickles"):
         check_weights(copy / "unet", None)
 
 
 def test_a_missing_shard_is_named(copy: Path) -> None:
     index = {"weight_map": {"conv_in.weight": "diffusion_pytorch_model-00002-of-00002.safetensors"}}
     (copy / "unet" / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigurationError, match=r"00002-of-00002.safetensors, which is missing"):
+    with pytest.raises(ModelError, match=r"00002-of-00002.safetensors, which is missing"):
         check_weights(copy / "unet", None)
 
 
@@ -184,7 +184,7 @@ def test_another_vae_takes_the_place_of_the_pipelines_own(
     base = _load(demo.model, vae=full_demo.model / "vae")
     expected = load_file(full_demo.model / "vae" / WEIGHTS)["quant_conv.weight"]
     assert torch.equal(base.vae.quant_conv.weight, expected)
-    with pytest.raises(ConfigurationError, match="holds UNet2DConditionModel, not an Autoencoder"):
+    with pytest.raises(ModelError, match="holds UNet2DConditionModel, not an Autoencoder"):
         _load(demo.model, vae=demo.model / "unet")
 
 
@@ -248,9 +248,7 @@ def test_the_jobs_prediction_type_wins_over_the_models(copy: Path) -> None:
 
 def test_zero_terminal_snr_of_a_model_that_predicts_epsilon_is_refused() -> None:
     for config in ({}, {"prediction_type": "epsilon"}):
-        with pytest.raises(
-            ConfigurationError, match=r"predicts epsilon: set model\.predictionType"
-        ):
+        with pytest.raises(ModelError, match=r"predicts epsilon: set model\.predictionType"):
             noise_schedule(config, "auto", True)
-    with pytest.raises(ConfigurationError, match="predicts 'sample'"):
+    with pytest.raises(ModelError, match="predicts 'sample'"):
         noise_schedule({"prediction_type": "sample"}, "auto", False)

@@ -22,7 +22,7 @@ from kubelora_trainer.models.pipeline_checks import check_pipeline
 from kubelora_trainer.models.sgm_keys import sgm_blocks, sgm_name
 from kubelora_trainer.models.single_file import single_file_of, unpack
 from kubelora_trainer.storage.downloads import wanted_files
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import ModelError
 from tests.trainer.fixtures.hub_server import Hub, download_from
 from tests.trainer.integration.test_interruption import adapter, arguments, in_this_process
 
@@ -220,7 +220,7 @@ def test_what_is_not_sdxl_is_refused_by_name(
 ) -> None:
     file = tmp_path / "other.safetensors"
     save_file({name: torch.zeros(1) for name in names}, file)
-    with pytest.raises(ConfigurationError, match=f"{file} .*{found}"):
+    with pytest.raises(ModelError, match=f"{file} .*{found}"):
         unpack(file, pipeline, tmp_path, lambda _: None)
 
 
@@ -229,7 +229,7 @@ def test_an_inpainting_unet_is_refused(
 ) -> None:
     first = {"model.diffusion_model.input_blocks.0.0.weight": torch.zeros(32, 9, 3, 3)}
     save_file({**tensors, **first}, tmp_path / "paint.safetensors")
-    with pytest.raises(ConfigurationError, match="9 input channels"):
+    with pytest.raises(ModelError, match="9 input channels"):
         unpack(tmp_path / "paint.safetensors", pipeline, tmp_path, lambda _: None)
 
 
@@ -243,9 +243,9 @@ def test_missing_tensors_and_foreign_configurations_are_told(
     gone = "model.diffusion_model.middle_block.0.in_layers.2.weight"
     kept = {name: tensor for name, tensor in tensors.items() if name != gone}
     save_file(kept, tmp_path / "cut.safetensors")
-    with pytest.raises(ConfigurationError, match=r"cut.safetensors lacks tensors that"):
+    with pytest.raises(ModelError, match=r"cut.safetensors lacks tensors that"):
         unpack(tmp_path / "cut.safetensors", pipeline, tmp_path / "cache", lambda _: None)
-    with pytest.raises(ConfigurationError, match=r"with the configurations of|lacks"):
+    with pytest.raises(ModelError, match=r"with the configurations of|lacks"):
         unpack(checkpoint, full_demo.model, tmp_path / "cache", lambda _: None)
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
@@ -259,7 +259,7 @@ def test_a_pickle_under_another_name_is_never_loaded(pipeline: Path, tmp_path: P
 
     file = tmp_path / "model.safetensors"
     file.write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(ConfigurationError, match="damaged or not a safetensors file"):
+    with pytest.raises(ModelError, match="damaged or not a safetensors file"):
         unpack(file, pipeline, tmp_path, lambda _: None)
     assert not trap.exists()
 

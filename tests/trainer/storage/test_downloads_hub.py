@@ -7,7 +7,7 @@ import pytest
 
 from kubelora_api.uri import parse_place
 from kubelora_trainer.storage.uris import resolve_input
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import StorageError
 from tests.trainer.fixtures.hub_server import Hub, download_from
 
 MAIN = {
@@ -48,7 +48,7 @@ def test_one_file_is_fetched_and_nothing_beside_it(hub: Hub) -> None:
 def test_the_revision_stands_behind_the_file(hub: Hub) -> None:
     file = resolve_input("hf://org/models/fine.safetensors@v1", {}, content="model")
     assert file.read_bytes() == b"of v1"
-    with pytest.raises(ConfigurationError, match=r"a file stands before it: hf://org/repo/file@"):
+    with pytest.raises(StorageError, match=r"a file stands before it: hf://org/repo/file@"):
         resolve_input("hf://org/models@v1/fine.safetensors", {}, content="model")
 
 
@@ -59,17 +59,17 @@ def test_a_folder_of_a_dataset_is_fetched_without_its_pickles(hub: Hub) -> None:
 
 
 def test_a_file_that_is_not_there_is_answered_with_the_one_that_is(hub: Hub) -> None:
-    with pytest.raises(ConfigurationError, match=r"holds no fin.safetensors; did you mean 'fine\."):
+    with pytest.raises(StorageError, match=r"holds no fin.safetensors; did you mean 'fine\."):
         resolve_input("hf://org/models/fin.safetensors", {}, content="model")
-    with pytest.raises(ConfigurationError, match=r"has no revision v2; known here: main, v1"):
+    with pytest.raises(StorageError, match=r"has no revision v2; known here: main, v1"):
         resolve_input("hf://org/models/fine.safetensors@v2", {}, content="model")
-    with pytest.raises(ConfigurationError, match=r"has no revision mian; did you mean 'main'\?"):
+    with pytest.raises(StorageError, match=r"has no revision mian; did you mean 'main'\?"):
         resolve_input("hf://org/models@mian", {}, content="model")
     assert bodies(hub) == []
 
 
 def test_a_pickle_is_refused_before_anything_is_asked(hub: Hub) -> None:
-    with pytest.raises(ConfigurationError, match=r"old.ckpt is a pickle"):
+    with pytest.raises(StorageError, match=r"old.ckpt is a pickle"):
         resolve_input("hf://org/models/old.ckpt", {}, content="model")
     assert hub.requests == []
 

@@ -13,7 +13,7 @@ from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.storage.input_fingerprints import assert_same_inputs
 from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.training.hooks import RunHooks
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 from kubelora_trainer.utils.signals import StopRequest
 from tests.trainer.integration.test_interruption import arguments, in_this_process
 
@@ -88,5 +88,5 @@ def test_without_a_checkpoint_a_run_begins_anew_with_what_is_there(
 def test_what_an_earlier_version_did_not_record_is_not_compared() -> None:
     now = RunRecord(dataset_sha256="a", dataset_images=3, model_sha256="b")
     assert_same_inputs(RunRecord(), now, "data", "model")
-    with pytest.raises(ConfigurationError, match=r"data in data .* and the base model in model"):
+    with pytest.raises(OutputError, match=r"data in data .* and the base model in model"):
         assert_same_inputs(RunRecord(dataset_sha256="x", model_sha256="y"), now, "data", "model")

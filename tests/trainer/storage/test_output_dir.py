@@ -14,7 +14,7 @@ from kubelora_trainer.storage.output_dir import (
     read_manifest,
     run_id_of,
 )
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 from tests.trainer.fixtures.engine import job
 
 
@@ -73,7 +73,7 @@ def test_a_finished_run_is_told_as_done(tmp_path: Path) -> None:
 def test_another_runs_output_is_refused(tmp_path: Path) -> None:
     claim(tmp_path, job())
     before = (tmp_path / "manifest.json").read_bytes()
-    with pytest.raises(ConfigurationError, match=r"holds run \w+'s output .*replaceExisting"):
+    with pytest.raises(OutputError, match=r"holds run \w+'s output .*replaceExisting"):
         claim(tmp_path, changed(job(), "training", seed=1))
     assert (tmp_path / "manifest.json").read_bytes() == before
 
@@ -81,7 +81,7 @@ def test_another_runs_output_is_refused(tmp_path: Path) -> None:
 def test_what_changed_is_told_field_by_field(tmp_path: Path) -> None:
     claim(tmp_path, job())
     other = changed(changed(job(), "training", seed=1), "adapter", rank=8, alpha=4.0)
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(OutputError) as refused:
         claim(tmp_path, other)
     assert (
         "other settings: spec.adapter.alpha: not set -> 4.0; spec.adapter.rank: 16 -> 8; "
@@ -98,7 +98,7 @@ def test_a_job_of_the_same_uid_with_other_settings_is_refused_too(tmp_path: Path
     claim(tmp_path, in_a_cluster(job()), attempt=1)
     before = (tmp_path / "manifest.json").read_bytes()
     with pytest.raises(
-        ConfigurationError,
+        OutputError,
         match=r"run 0f-1e began with other settings \(spec\.training\.steps: 6 -> 9\)",
     ):
         claim(tmp_path, in_a_cluster(changed(job(), "training", steps=9)), attempt=2)
@@ -121,7 +121,7 @@ def test_many_changes_are_cut_short(tmp_path: Path) -> None:
         job(), "training", optimizer=optimizer, seed=1, steps=9, batch_size=2, max_grad_norm=2.0
     )
     other = changed(other, "adapter", rank=8, alpha=4.0, dropout=0.5)
-    with pytest.raises(ConfigurationError, match=r"; and 2 more\. To go on"):
+    with pytest.raises(OutputError, match=r"; and 2 more\. To go on"):
         claim(tmp_path, other)
 
 
@@ -145,7 +145,7 @@ def test_a_field_that_is_new_since_the_run_began_is_no_change(tmp_path: Path) ->
     assert len(sentences) == 1
     assert re.search(r'begun with other versions \(torch: "2\.0" -> "\d', sentences[0])
     recorded_by_an_earlier_version(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"spec\.training\.seed: 0 -> 1\. To go on"):
+    with pytest.raises(OutputError, match=r"spec\.training\.seed: 0 -> 1\. To go on"):
         claim(tmp_path, changed(job(), "training", seed=1))
 
 
@@ -156,7 +156,7 @@ def test_a_manifest_whose_job_is_none_differs_in_everything(
     claim(tmp_path, job())
     file = tmp_path / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"job": recorded}))
-    with pytest.raises(ConfigurationError, match="began with other settings"):
+    with pytest.raises(OutputError, match="began with other settings"):
         claim(tmp_path, job())
 
 
@@ -186,17 +186,17 @@ def test_output_without_a_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "mine.png").write_text("mine")
     for replace in (False, True):
-        with pytest.raises(ConfigurationError, match=r"holds samples, but no manifest\.json that"):
+        with pytest.raises(OutputError, match=r"holds samples, but no manifest\.json that"):
             claim(tmp_path, changed(job(), "output", replace_existing=replace))
     assert (tmp_path / "samples" / "mine.png").read_text() == "mine"
 
 
 def test_a_foreign_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match="not a manifest of this program"):
+    with pytest.raises(OutputError, match="not a manifest of this program"):
         claim(tmp_path, job())
 
 
 def test_a_place_that_cannot_be_made_is_a_sentence() -> None:
-    with pytest.raises(ConfigurationError, match="can't write to /sys/kubelora"):
+    with pytest.raises(OutputError, match="can't write to /sys/kubelora"):
         claim(Path("/sys/kubelora"), job())

@@ -8,7 +8,7 @@ import yaml
 
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.storage.path_overlap import assert_apart
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 from tests.trainer.fixtures.jobs import job_spec
 from tests.trainer.integration.test_interruption import arguments, in_this_process
 
@@ -28,11 +28,11 @@ def test_an_output_inside_the_data_is_refused_whatever_way_the_places_are_named(
     (tmp_path / "photos" / "out").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "photos")
     for data in ("pvc://studio/photos", str(tmp_path / "photos"), str(tmp_path / "link")):
-        with pytest.raises(ConfigurationError, match=r"photos/out lies in spec\.dataset\.uri "):
+        with pytest.raises(OutputError, match=r"photos/out lies in spec\.dataset\.uri "):
             _apart(tmp_path, "photos/out", dataset={"uri": data})
-    with pytest.raises(ConfigurationError, match=r"lies in spec\.dataset\.extraSources\[0\]\.uri"):
+    with pytest.raises(OutputError, match=r"lies in spec\.dataset\.extraSources\[0\]\.uri"):
         _apart(tmp_path, "photos/out", dataset={"extraSources": [{"uri": "pvc://studio/photos"}]})
-    with pytest.raises(ConfigurationError, match="lies in"):
+    with pytest.raises(OutputError, match="lies in"):
         _apart(tmp_path, "photos", dataset={"uri": "pvc://studio/photos"})
 
 
@@ -56,13 +56,13 @@ def test_an_input_that_replacing_would_clear_away_is_refused(
     tmp_path: Path, group: str, field: str, inside: str
 ) -> None:
     given = {group: {field: f"pvc://studio/run/{inside}"}}
-    with pytest.raises(ConfigurationError, match=rf"^spec\.{group}\.{field} .*clear away before"):
+    with pytest.raises(OutputError, match=rf"^spec\.{group}\.{field} .*clear away before"):
         _apart(tmp_path, "run", output={"replaceExisting": True}, **given)
     _apart(tmp_path, "run", **given)  # nothing is cleared away
 
 
 def test_a_run_is_not_its_own_baseline(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is this run's own output"):
+    with pytest.raises(OutputError, match="is this run's own output"):
         _apart(tmp_path, "run", health={"baseline": "pvc://studio/run/"})
 
 

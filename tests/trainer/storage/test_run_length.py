@@ -17,7 +17,7 @@ from kubelora_trainer.health.watchdog import WatchState
 from kubelora_trainer.optim.lr_schedule import rate_share
 from kubelora_trainer.storage.output_dir import Manifest, OutputFolder, claim_output, read_manifest
 from kubelora_trainer.storage.run_length import assert_not_passed, follows_the_length
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 from tests.trainer.fixtures.engine import Engine, job
 from tests.trainer.integration.test_interruption import adapter, arguments, in_this_process
 
@@ -106,7 +106,7 @@ def test_a_finished_run_of_more_steps_is_open_again_and_to_be_pushed_again(tmp_p
 def test_epochs_can_be_added_as_steps_can(tmp_path: Path) -> None:
     end(tmp_path, job(steps=None, epochs=2))
     assert isinstance(claim(tmp_path, job(steps=None, epochs=3)), OutputFolder)
-    with pytest.raises(ConfigurationError, match="other settings"):
+    with pytest.raises(OutputError, match="other settings"):
         claim(tmp_path, job(steps=40))
 
 
@@ -116,7 +116,7 @@ def test_a_schedule_that_falls_to_its_end_says_why_and_what_to_do(
 ) -> None:
     end(tmp_path, job(schedule={"name": name}))
     before = (tmp_path / "manifest.json").read_bytes()
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(OutputError) as refused:
         claim(tmp_path, job(schedule={"name": name}, steps=9))
     assert f"The schedule {name} gives every step another rate" in str(refused.value)
     assert "spec.adapter.from: out/adapter and another spec.output.uri" in str(refused.value)
@@ -125,7 +125,7 @@ def test_a_schedule_that_falls_to_its_end_says_why_and_what_to_do(
 
 def test_another_length_with_another_setting_is_another_run(tmp_path: Path) -> None:
     end(tmp_path, job())
-    with pytest.raises(ConfigurationError, match=r"training.seed: 0 -> 1; spec.training.steps: 6"):
+    with pytest.raises(OutputError, match=r"training.seed: 0 -> 1; spec.training.steps: 6"):
         claim(tmp_path, job(steps=9, seed=1))
 
 
@@ -133,10 +133,10 @@ def test_a_run_may_end_earlier_as_long_as_it_has_not_passed_that_step(tmp_path: 
     claim(tmp_path, job(steps=20))
     assert isinstance(claim(tmp_path, job(steps=10)), OutputFolder)
     assert_not_passed(10, 10)
-    with pytest.raises(ConfigurationError, match="11 steps of this run are done, so it can't end"):
+    with pytest.raises(OutputError, match="11 steps of this run are done, so it can't end"):
         assert_not_passed(11, 10)
     end(tmp_path, job(steps=10))
-    with pytest.raises(ConfigurationError, match="It is done, and can be lengthened alone"):
+    with pytest.raises(OutputError, match="It is done, and can be lengthened alone"):
         claim(tmp_path, job(steps=6))
 
 

@@ -13,13 +13,13 @@ from kubelora_trainer.storage.downloads import (
     wanted_files,
 )
 from kubelora_trainer.storage.uris import resolve_input, resolve_output
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import StorageError
 
 
 def test_plain_and_file_paths_are_taken_as_they_are(tmp_path: Path) -> None:
     assert resolve_input(str(tmp_path), {}) == tmp_path
     assert resolve_input(f"file://{tmp_path}", {}) == tmp_path
-    with pytest.raises(ConfigurationError, match=rf"{tmp_path}/none does not exist"):
+    with pytest.raises(StorageError, match=rf"{tmp_path}/none does not exist"):
         resolve_input(f"{tmp_path}/none", {})
 
 
@@ -34,24 +34,24 @@ def test_a_claim_is_what_mount_names_or_where_a_pod_mounts_it(tmp_path: Path) ->
 
 
 def test_a_claim_that_is_not_here_says_how_to_stand_in_for_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"claim photos .*--mount photos=DIR"):
+    with pytest.raises(StorageError, match=r"claim photos .*--mount photos=DIR"):
         resolve_input("pvc://photos/bottles", {}, claims=tmp_path)
-    with pytest.raises(ConfigurationError, match="what --mount names, is no folder"):
+    with pytest.raises(StorageError, match="what --mount names, is no folder"):
         resolve_input("pvc://photos/x", {"photos": tmp_path / "none"}, claims=tmp_path)
-    with pytest.raises(ConfigurationError, match="--mount adapters=DIR"):
+    with pytest.raises(StorageError, match="--mount adapters=DIR"):
         resolve_output("pvc://adapters/x", {}, claims=tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_answered_with_the_one_beside_it(tmp_path: Path) -> None:
     (tmp_path / "bottles" / "may").mkdir(parents=True)
-    with pytest.raises(ConfigurationError, match=rf"mean '{tmp_path}/bottles'\?$"):
+    with pytest.raises(StorageError, match=rf"mean '{tmp_path}/bottles'\?$"):
         resolve_input("pvc://photos/botles/may", {"photos": tmp_path})
-    with pytest.raises(ConfigurationError, match=r"correct the path in the job file\.$"):
+    with pytest.raises(StorageError, match=r"correct the path in the job file\.$"):
         resolve_input("pvc://photos/zebra", {"photos": tmp_path})
 
 
 def test_a_place_never_leaves_its_claim(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"remove '\.\.'"):
+    with pytest.raises(StorageError, match=r"remove '\.\.'"):
         resolve_input("pvc://photos/../secrets", {"photos": tmp_path})
 
 
@@ -61,14 +61,14 @@ def test_output_folders_are_made_and_files_in_the_way_are_told(tmp_path: Path) -
     assert (tmp_path / "a/b").is_dir()
     (tmp_path / "file").write_text("x")
     for uri in ("pvc://adapters/file", "pvc://adapters/file/below"):
-        with pytest.raises(ConfigurationError, match="is a file"):
+        with pytest.raises(StorageError, match="is a file"):
             resolve_output(uri, mounts)
-    with pytest.raises(ConfigurationError, match="can't take output: use pvc"):
+    with pytest.raises(StorageError, match="can't take output: use pvc"):
         resolve_output("hf://org/repo", mounts)
 
 
 def test_an_unknown_scheme_names_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"use hf://.*pvc://.*s3://"):
+    with pytest.raises(StorageError, match=r"use hf://.*pvc://.*s3://"):
         resolve_input("ftp://host/x", {})
 
 
@@ -94,7 +94,7 @@ def test_a_repository_out_of_reach_is_a_sentence(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigurationError, match=r"hf://org/none@v1 is not in the local cache"):
+    with pytest.raises(StorageError, match=r"hf://org/none@v1 is not in the local cache"):
         download_hub(parse_place("hf://org/none@v1"), "model", None)
 
 
@@ -155,7 +155,7 @@ def test_a_bucket_is_copied_once_and_again_when_it_changes(tmp_path: Path) -> No
     assert second != first
     assert (second / "c.txt").read_text() == "4"
     assert not list((tmp_path / "buckets").glob(".partial-*"))
-    with pytest.raises(ConfigurationError, match=r"can't be fetched|holds no files"):
+    with pytest.raises(StorageError, match=r"can't be fetched|holds no files"):
         download_tree(system, "memory://bottles/none", tmp_path)
 
 
@@ -166,7 +166,7 @@ def test_a_file_of_a_bucket_is_copied_by_its_name(tmp_path: Path) -> None:
     file = download_tree(system, "memory://checkpoints/sdxl.safetensors", tmp_path)
     assert (file.name, file.read_text()) == ("sdxl.safetensors", "sdxl.safetensors")
     assert [found.name for found in file.parent.iterdir()] == ["sdxl.safetensors"]
-    with pytest.raises(ConfigurationError, match="pickles are never read"):
+    with pytest.raises(StorageError, match="pickles are never read"):
         download_tree(system, "memory://checkpoints/old.ckpt", tmp_path)
 
 
@@ -189,7 +189,7 @@ def test_a_bucket_without_credentials_is_told_in_a_sentence(tmp_path: Path) -> N
         def get_file(self, rpath: str, lpath: str) -> None:
             raise AssertionError
 
-    with pytest.raises(ConfigurationError, match=r"Unable to locate credentials.*check the name"):
+    with pytest.raises(StorageError, match=r"Unable to locate credentials.*check the name"):
         download_tree(Locked(), "s3://bottles/set", tmp_path)
 
 
@@ -199,5 +199,5 @@ def test_a_bucket_needs_s3fs_and_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "s3fs", None)
     known = sys.modules["fsspec.registry"]._registry  # the module's name is taken by a mapping
     monkeypatch.delitem(known, "s3", raising=False)
-    with pytest.raises(ConfigurationError, match="pip install s3fs"):
+    with pytest.raises(StorageError, match="pip install s3fs"):
         download_bucket("s3://bucket/prefix", tmp_path)

@@ -34,7 +34,7 @@ from kubelora_trainer.health import watchdog as health
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.utils.atomic_io import sync_folder, write_durably, writing_to
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 from kubelora_trainer.utils.stateful import Stateful
 
 _MANIFEST = "checkpoint.json"
@@ -67,7 +67,7 @@ def save_checkpoint(
         The checkpoint written.
 
     Raises:
-        ConfigurationError: The disk refuses the write or a newer attempt has taken over. Earlier
+        OutputError: The disk refuses the write or a newer attempt has taken over. Earlier
             checkpoints remain intact.
     """
     folder.assert_ours()
@@ -151,7 +151,7 @@ def resume(
         The position and the checkpoint, or None if there is no valid checkpoint.
 
     Raises:
-        ConfigurationError: A checkpoint is intact but was written by another version or for another
+        OutputError: A checkpoint is intact but was written by another version or for another
             adapter.
     """
     root = folder.place(OutputPath.CHECKPOINTS)
@@ -164,7 +164,7 @@ def resume(
             continue
         try:
             manifest, tensors = _read(found, folder.run_id, buffers, parts)
-        except _Unusable as why:
+        except _UnusableCheckpointError as why:
             # Keep the evidence under a name that no later start considers.
             renamed = found.path.with_name(f"{found.path.name}.corrupt")
             warn(f"checkpoint {found.path} is not usable: {why}; looking for an earlier one")
@@ -194,12 +194,12 @@ def resume_from(
         parts: Further components by name.
 
     Raises:
-        ConfigurationError: The checkpoint cannot be read on this node or does not fit.
+        OutputError: The checkpoint cannot be read on this node or does not fit.
     """
     try:
         manifest, tensors = _read(found, folder.run_id, buffers, parts)
-    except _Unusable as why:
-        raise ConfigurationError(
+    except _UnusableCheckpointError as why:
+        raise OutputError(
             f"{found.path}: rank 0 resumes from this checkpoint, but on this node {why}; "
             "spec.output.uri must be storage that all nodes share"
         ) from None
@@ -235,7 +235,7 @@ def _take_over(
     )
 
 
-class _Unusable(Exception):
+class _UnusableCheckpointError(Exception):
     """The reason that a checkpoint cannot be used."""
 
 
@@ -248,9 +248,9 @@ def _read(
     """Read the manifest and each part's tensors by name, and compare every file with its hash."""
     manifest = _read_manifest(found)
     if manifest.run_id != run_id:
-        raise _Unusable(f"it belongs to run {manifest.run_id}")
+        raise _UnusableCheckpointError(f"it belongs to run {manifest.run_id}")
     if manifest.layout != _layout(buffers):
-        raise ConfigurationError(
+        raise OutputError(
             f"{found.path}: written for another adapter (other modules or ranks), because the "
             "model or the installed diffusers has changed since: choose another spec.output.uri"
         )
@@ -266,20 +266,20 @@ def _read_manifest(found: SavedCheckpoint) -> CheckpointManifest:
     try:
         document = json.loads(content)
     except (ValueError, RecursionError):
-        raise _Unusable(f"{_MANIFEST} is damaged") from None
+        raise _UnusableCheckpointError(f"{_MANIFEST} is damaged") from None
     if not isinstance(document, dict):
-        raise _Unusable(f"{_MANIFEST} is damaged")
+        raise _UnusableCheckpointError(f"{_MANIFEST} is damaged")
     ours, made_as = CheckpointManifest.model_fields["format"].default, document.get("format")
     seal = document.pop(_SEAL, None)
     # The first format had no seal. If the seal is broken, nothing in the manifest can be trusted.
     if seal != _digest(document) and not (seal is None and made_as == 1):
-        raise _Unusable(f"{_MANIFEST} is not what was written (its sha256 differs)")
+        raise _UnusableCheckpointError(f"{_MANIFEST} is not what was written (its sha256 differs)")
     if made_as != ours:
         raise _other_version(found, f"its format is {made_as}, not {ours}")
     try:
         return CheckpointManifest.model_validate(document)
     except ValidationError:
-        raise _Unusable(f"{_MANIFEST} is damaged") from None
+        raise _UnusableCheckpointError(f"{_MANIFEST} is damaged") from None
 
 
 def _sealed(manifest: CheckpointManifest) -> bytes:
@@ -294,8 +294,8 @@ def _digest(document: JsonObject) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _other_version(found: SavedCheckpoint, why: str) -> ConfigurationError:
-    return ConfigurationError(
+def _other_version(found: SavedCheckpoint, why: str) -> OutputError:
+    return OutputError(
         f"{found.path}: written by another version of kubelora or its libraries ({why}); resume "
         "with that version, or choose another spec.output.uri"
     )
@@ -304,7 +304,7 @@ def _other_version(found: SavedCheckpoint, why: str) -> ConfigurationError:
 def _read_part(file: Path, manifest: CheckpointManifest) -> dict[str, Tensor]:
     data = _content(file)
     if hashlib.sha256(data).hexdigest() != manifest.files.get(file.name):
-        raise _Unusable(f"{file.name} is not what was written (its sha256 differs)")
+        raise _UnusableCheckpointError(f"{file.name} is not what was written (its sha256 differs)")
     return load(data)
 
 
@@ -316,13 +316,13 @@ def _content(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except FileNotFoundError:
-        raise _Unusable(f"{file.name} is missing") from None
+        raise _UnusableCheckpointError(f"{file.name} is missing") from None
     except PermissionError:
-        raise ConfigurationError(
+        raise OutputError(
             f"{file} can't be read: permission denied; give this user read access and run again"
         ) from None
     except OSError as error:
-        raise _Unusable(f"{file.name} can't be read ({error.strerror})") from None
+        raise _UnusableCheckpointError(f"{file.name} can't be read ({error.strerror})") from None
 
 
 def _write_part(file: Path, part: Stateful) -> str:

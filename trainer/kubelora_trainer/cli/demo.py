@@ -13,7 +13,7 @@ from pathlib import Path
 from kubelora_trainer.models.tiny_sdxl import TinyLayout, write_pipeline
 from kubelora_trainer.models.tiny_tokenizer import read_vocabulary
 from kubelora_trainer.utils.atomic_io import give_usual_rights
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import ConfigurationError, OutputError
 
 PHOTOGRAPHS: tuple[tuple[str, str], ...] = (
     ("coffee.png", "a cup of coffee on a saucer with a spoon"),
@@ -60,7 +60,7 @@ def create_demo(directory: Path, layout: TinyLayout, *, images: int = 8) -> Demo
         _write_photos(paths.photos, sources)
         give_usual_rights(paths.model)
     except OSError as error:
-        raise ConfigurationError(f"The demo can't be written to {directory}: {error}.") from error
+        raise OutputError(f"The demo can't be written to {directory}: {error}.") from error
     return paths
 
 
@@ -82,7 +82,7 @@ def _clear(folder: Path, mark: str) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / mark).is_file():
-        raise ConfigurationError(
+        raise OutputError(
             f"{folder} exists and is not a demo (it has no {mark}): choose another folder."
         )
     shutil.rmtree(folder)

@@ -11,7 +11,7 @@ from kubelora_api.names import OutputPath
 from kubelora_trainer.lora.target_modules import matches, suggest_parts
 from kubelora_trainer.optim.precision import NAMES
 from kubelora_trainer.telemetry.gradient_dump import dumped_files
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 
 _HEAD = (
     "step",
@@ -39,12 +39,12 @@ class Choice:
 def gradient_lines(folder: Path, choice: Choice) -> Iterator[str]:
     """Lines to print, a head first and what was left out last.
 
-    folder: a run's output folder, or the gradients in it. Raises ConfigurationError where there
+    folder: a run's output folder, or the gradients in it. Raises OutputError where there
     are none, or a file is damaged.
     """
     files = dumped_files(folder / OutputPath.GRADIENTS) or dumped_files(folder)
     if not files:
-        raise ConfigurationError(
+        raise OutputError(
             f"{folder}: no dumped gradients here; spec.health.dumpGradients writes some, into the "
             f"folder {OutputPath.GRADIENTS} of a run's output"
         )
@@ -82,7 +82,7 @@ def _rows(file: Path, choice: Choice) -> Iterator[tuple[str, ...]]:
                 ):
                     yield (step, place, rank, name, *_numbers(tensors.get_tensor(name), scale))
     except (SafetensorError, ValueError) as error:
-        raise ConfigurationError(
+        raise OutputError(
             f"{file}: not a file of dumped gradients, or damaged ({error}); remove it to see the "
             "others"
         ) from None

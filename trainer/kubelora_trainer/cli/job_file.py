@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from kubelora_api import names
-from kubelora_api.documents import InvalidDocument, Problem, parse_job
+from kubelora_api.documents import InvalidDocumentError, Problem, parse_job
 from kubelora_api.field_paths import wrong_path
 from kubelora_api.job import LoraTrainingJob
 from kubelora_trainer.utils.errors import ConfigurationError
@@ -182,7 +182,7 @@ def load_job(path: str, settings: Iterable[str] = (), *, local: bool = True) -> 
     document = apply_settings(source.document, settings)
     try:
         return parse_job(document, local=local)
-    except InvalidDocument as invalid:
+    except InvalidDocumentError as invalid:
         raise source.refuse(invalid.problems, settings) from None
 
 

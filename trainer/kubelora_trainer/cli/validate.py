@@ -5,7 +5,7 @@ Knows neither torch nor a cluster, so that it can run in an editor or a pipeline
 
 from collections.abc import Iterable
 
-from kubelora_api.documents import InvalidDocument, check_change, parse_job
+from kubelora_api.documents import InvalidDocumentError, check_change, parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_trainer.cli.job_file import JobDocument, load_job_documents
 from kubelora_trainer.utils.errors import ConfigurationError
@@ -44,7 +44,7 @@ def _judge(source: JobDocument, local: bool, against: str | None) -> str:
 def _parsed(source: JobDocument, local: bool) -> LoraTrainingJob:
     try:
         return parse_job(source.document, local=local)
-    except InvalidDocument as invalid:
+    except InvalidDocumentError as invalid:
         raise source.refuse(invalid.problems) from None
 
 

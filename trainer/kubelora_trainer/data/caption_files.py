@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kubelora_api.dataset_spec import Columns
 from kubelora_api.suggestions import did_you_mean, listed
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import DatasetError
 from kubelora_trainer.utils.text import printable
 
 METADATA_FILES = "metadata.jsonl"
@@ -40,7 +40,7 @@ def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
     """Read every metadata.jsonl; ``file_name`` is relative to its file's folder.
 
     columns: names of the fields with caption and category.
-    Raises ConfigurationError that names file and line.
+    Raises DatasetError that names file and line.
     """
     entries: dict[Path, Entry] = {}
     fields: dict[str, None] = {}
@@ -51,7 +51,7 @@ def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
             where = f"{file}, line {number}"
             image, entry = _entry(line, where, file.parent, columns, fields)
             if image in entries:
-                raise ConfigurationError(f"{where}: {image.name} is listed a second time.")
+                raise DatasetError(f"{where}: {image.name} is listed a second time.")
             entries[image] = entry
     return Listing(entries, tuple(fields))
 
@@ -59,7 +59,7 @@ def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
 def refuse_absent(
     listing: Listing, columns: Columns, folder: Path, caption: str | None, category: str | None
 ) -> None:
-    """Raise ConfigurationError for a field that the job names and no line of metadata has.
+    """Raise DatasetError for a field that the job names and no line of metadata has.
 
     The default names may be absent. caption, category: what a source says of all its images, which
     then need no field.
@@ -70,7 +70,7 @@ def refuse_absent(
         ("category", columns.category, usual.category, category),
     ):
         if fields and given is None and name not in (default, *fields):
-            raise ConfigurationError(
+            raise DatasetError(
                 f"No line of {METADATA_FILES} in {folder} has a field {name!r}; there are "
                 f"{listed(fields)}: name the right one in dataset.columns.{field}"
                 f"{did_you_mean(name, fields)}"
@@ -84,26 +84,24 @@ def _entry(
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{where}: not a JSON object ({error}).") from None
+        raise DatasetError(f"{where}: not a JSON object ({error}).") from None
     name = entry.get("file_name") if isinstance(entry, dict) else None
     if not isinstance(name, str) or not name:
-        raise ConfigurationError(
+        raise DatasetError(
             f'{where}: it needs a file_name, as in {{"file_name": "a.jpg", "text": "a bottle"}}.'
         )
     fields.update(dict.fromkeys(entry))
     for field in ("file_name", columns.caption, columns.category):
         value = entry.get(field)
         if value is not None and not isinstance(value, str):
-            raise ConfigurationError(
-                f"{where}: {field} must be a string, not {type(value).__name__}."
-            )
+            raise DatasetError(f"{where}: {field} must be a string, not {type(value).__name__}.")
         if value is not None and (half := HALF.search(value)):
-            raise ConfigurationError(
+            raise DatasetError(
                 f"{where}: {field} holds half a character (\\u{ord(half[0]):04x}), as a text that "
                 "was cut in the middle of an emoji: mend or remove it."
             )
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ConfigurationError(f"{where}: file_name {name!r} leaves the dataset's folder.")
+        raise DatasetError(f"{where}: file_name {name!r} leaves the dataset's folder.")
     caption, category = entry.get(columns.caption), entry.get(columns.category)
     return folder / name, Entry(
         caption=None if caption is None else caption.strip(),
@@ -132,7 +130,7 @@ def _composed(path: Path) -> str:
 
 
 def refuse_unread(folders: Mapping[Path, Collection[str]]) -> None:
-    """Raise ConfigurationError for captions in a form that is not read and would be lost.
+    """Raise DatasetError for captions in a form that is not read and would be lost.
 
     folders: names of the files in each. Where metadata.jsonl or text files have captions too, a
     table beside them may be for something else.
@@ -140,14 +138,14 @@ def refuse_unread(folders: Mapping[Path, Collection[str]]) -> None:
     for folder, names in folders.items():
         table = next((name for name in names if name in UNREAD), None)
         if table and not any(n == METADATA_FILES or n.endswith(SUFFIXES) for n in names):
-            raise ConfigurationError(
+            raise DatasetError(
                 f"{folder / table} is not read: write it as {METADATA_FILES}, one "
                 '{"file_name": "a.jpg", "text": "a bottle"} a line, or move it away.'
             )
 
 
 def caption_of(image: Path, listing: Listing) -> str | None:
-    """The image's caption; None when it has none anywhere. Raises ConfigurationError."""
+    """The image's caption; None when it has none anywhere. Raises DatasetError."""
     listed = listing.entries.get(image)
     if listed is not None and listed.caption is not None:
         return listed.caption
@@ -168,14 +166,14 @@ def category_of(image: Path, folder: Path, listing: Listing) -> str:
 
 
 def read_text(file: Path) -> str:
-    """UTF-8 text, a byte-order mark removed. Raises ConfigurationError with the byte's offset."""
+    """UTF-8 text, a byte-order mark removed. Raises DatasetError with the byte's offset."""
     try:
         content = file.read_bytes()
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise ConfigurationError(
+        raise DatasetError(
             f"{file} is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}. Save it "
             "as UTF-8."
         ) from None
     except OSError as error:
-        raise ConfigurationError(f"{file} can't be read: {error.strerror}.") from error
+        raise DatasetError(f"{file} can't be read: {error.strerror}.") from error

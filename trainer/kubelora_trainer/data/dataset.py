@@ -15,7 +15,7 @@ from kubelora_trainer.data.preflight_report import PreflightReport
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder, groups_of
 from kubelora_trainer.data.sources import SourceFolder
 from kubelora_trainer.data.token_limits import CaptionLimit
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import DatasetError
 
 CENTER = 0.5
 """A cut at half the way lies in the middle."""
@@ -107,17 +107,17 @@ class ImageDataset:
     def image(self, view: View) -> TrainingImage:
         """Pixels of a view.
 
-        Raises ConfigurationError when the file was changed or removed since preflight.
+        Raises DatasetError when the file was changed or removed since preflight.
         """
         entry = self.samples[view.sample]
         try:
             decoded = decode_image(entry.path, self.settings.background, self.settings.alpha)
         except BadImageError as error:
-            raise ConfigurationError(
+            raise DatasetError(
                 f"{entry.path} passed preflight, but now {error}. {_LEAVE_ALONE}"
             ) from error
         if decoded.sha256 != entry.sha256:
-            raise ConfigurationError(
+            raise DatasetError(
                 f"{entry.path} is another file now than in preflight. {_LEAVE_ALONE}"
             )
         return cut_image(
@@ -153,7 +153,7 @@ def build_dataset(
     """Check every image in ``folder`` and in ``extra`` and return what can be trained on.
 
     publish: is given the report before anything is refused.
-    Raises ConfigurationError as ``preflight`` and ``refuse`` do.
+    Raises DatasetError as ``preflight`` and ``refuse`` do.
     """
     samples, report = preflight(folder, settings, limits, tick, extra)
     publish(report)

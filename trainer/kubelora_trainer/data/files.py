@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import DatasetError
 
 
 def files_below(folder: Path) -> Iterator[Path]:
     """Files below ``folder``, hidden ones left out; linked folders are entered, once each.
 
-    Raises ConfigurationError for a folder that can't be read: its images would be missing silently.
+    Raises DatasetError for a folder that can't be read: its images would be missing silently.
     """
 
     def refuse_unreadable(error: OSError) -> NoReturn:
-        raise ConfigurationError(
+        raise DatasetError(
             f"{error.filename} can't be read: {error.strerror}. Let this user read it, or take it "
             "out of the dataset."
         ) from error

@@ -19,7 +19,7 @@ from kubelora_trainer.data.files import files_below
 from kubelora_trainer.data.images import IMAGE_SUFFIXES
 from kubelora_trainer.storage.downloads import cache_directory
 from kubelora_trainer.utils.atomic_io import filling
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import DatasetError
 
 TABLES = (".parquet", ".arrow")
 ROWS = 64
@@ -30,7 +30,7 @@ _MAGIC = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"GI
 def has_tables_alone(place: Path) -> bool:
     """Whether ``place`` is a table, or a folder with tables and without metadata.jsonl on top.
 
-    Raises ConfigurationError for a folder of both, rather than leave one kind out.
+    Raises DatasetError for a folder of both, rather than leave one kind out.
     """
     if place.is_file():
         return _is_table(place)
@@ -38,7 +38,7 @@ def has_tables_alone(place: Path) -> bool:
         return False
     images = sum(path.suffix.lower() in IMAGE_SUFFIXES for path in files_below(place))
     if images:
-        raise ConfigurationError(
+        raise DatasetError(
             f"{place} holds {len(tables)} tables, such as {tables[0].name}, and {images} image "
             "files: keep them apart and name both, one of them in dataset.extraSources"
         )
@@ -50,7 +50,7 @@ def unpack_tables(place: Path, columns: Columns, cache: Path | None = None) -> P
 
     A row without image becomes an empty file, which preflight reports.
     cache: where it goes; None takes the user's cache directory.
-    Raises ConfigurationError when columns are missing, of another kind, or the disk refuses.
+    Raises DatasetError when columns are missing, of another kind, or the disk refuses.
     """
     tables = _tables(place)
     target = (cache or cache_directory() / "tables") / _key(tables, columns)
@@ -61,7 +61,7 @@ def unpack_tables(place: Path, columns: Columns, cache: Path | None = None) -> P
             for number, table in enumerate(tables):
                 _unpack(table, number, columns, aside)
     except OSError as error:
-        raise ConfigurationError(
+        raise DatasetError(
             f"the tables in {place} can't be unpacked to {target}: {error.strerror}; free some "
             "space, or set XDG_CACHE_HOME to another place"
         ) from error
@@ -125,14 +125,14 @@ def _rows(table: Path, columns: Columns) -> Iterator[tuple[bytes, str | None, st
                     _text_of(category, table, columns.category),
                 )
     except (pa.ArrowException, OSError) as error:
-        raise ConfigurationError(
+        raise DatasetError(
             f"{table} can't be read: {error}; fetch it again (git lfs pull, if it is a pointer of "
             "Git LFS)"
         ) from error
 
 
 def _batches(table: Path, columns: Columns) -> Iterator[Any]:
-    """Record batches of the columns that there are. Raises ConfigurationError for no images."""
+    """Record batches of the columns that there are. Raises DatasetError for no images."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -156,7 +156,7 @@ def _batches(table: Path, columns: Columns) -> Iterator[Any]:
 
 def _wanted(table: Path, names: list[str], columns: Columns) -> list[str]:
     if twice := [name for name in columns.document().values() if names.count(name) > 1]:
-        raise ConfigurationError(f"{table} has {names.count(twice[0])} columns {twice[0]!r}")
+        raise DatasetError(f"{table} has {names.count(twice[0])} columns {twice[0]!r}")
     for field, name, what in (
         ("image", columns.image, "images"),
         ("caption", columns.caption, "captions"),
@@ -164,7 +164,7 @@ def _wanted(table: Path, names: list[str], columns: Columns) -> list[str]:
     ):
         optional = field == "category" and name == Columns().category
         if name not in names and not optional:
-            raise ConfigurationError(
+            raise DatasetError(
                 f"{table} has no column {name!r}; it has {listed(names)}: name the one with {what} "
                 f"in dataset.columns.{field}{did_you_mean(name, names)}"
             )
@@ -174,7 +174,7 @@ def _wanted(table: Path, names: list[str], columns: Columns) -> list[str]:
 def _bytes_of(value: object, table: Path, column: str) -> bytes:
     if isinstance(value, dict):
         if "bytes" not in value:
-            raise ConfigurationError(
+            raise DatasetError(
                 f"the column {column!r} of {table} is a struct of {', '.join(value)}, and image "
                 "files are looked for in a field 'bytes': see dataset.columns.image"
             )
@@ -182,7 +182,7 @@ def _bytes_of(value: object, table: Path, column: str) -> bytes:
     if value is None:
         return b""
     if not isinstance(value, bytes):
-        raise ConfigurationError(
+        raise DatasetError(
             f"the column {column!r} of {table} holds {type(value).__name__}, not the bytes of "
             "image files: see dataset.columns.image"
         )
@@ -192,7 +192,7 @@ def _bytes_of(value: object, table: Path, column: str) -> bytes:
 def _text_of(value: object, table: Path, column: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    raise ConfigurationError(
+    raise DatasetError(
         f"the column {column!r} of {table} holds {type(value).__name__}, not text: see "
         "dataset.columns"
     )

@@ -31,7 +31,7 @@ from kubelora_trainer.data.images import IMAGE_SUFFIXES, BadImageError, decode_i
 from kubelora_trainer.data.preflight_report import Count, PreflightReport, Remark
 from kubelora_trainer.data.sources import SourceFolder
 from kubelora_trainer.data.token_limits import CaptionLimit, describe_cuts
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import DatasetError
 from kubelora_trainer.utils.text import printable
 
 LITTLE_SEEN = 0.5
@@ -106,7 +106,7 @@ class _Judge:
         self._refuse_shape(width, height)
         try:
             caption = caption_of(image, self.listing)
-        except ConfigurationError as error:
+        except DatasetError as error:
             problem = "caption not UTF-8" if "UTF-8" in str(error) else "caption can't be read"
             raise BadImageError(problem, str(error).rstrip(".")) from error
         caption = caption or self.source.caption or caption
@@ -195,7 +195,7 @@ def preflight(
     """Judge every image below ``folder``, then of ``extra``; samples come sorted by name in each.
 
     limits: of the text encoders; without them captions are not counted. tick: may raise to stop.
-    Raises ConfigurationError when there is no image at all or metadata.jsonl can't be read; what
+    Raises DatasetError when there is no image at all or metadata.jsonl can't be read; what
     is wrong with images is in the report, see ``refuse``.
     """
     sizes = training_sizes(settings)
@@ -224,7 +224,7 @@ def preflight(
 
 def _existing(source: SourceFolder) -> Path:
     if not source.folder.is_dir():
-        raise ConfigurationError(f"The dataset {source.folder} is no folder: see {source.field}.")
+        raise DatasetError(f"The dataset {source.folder} is no folder: see {source.field}.")
     return source.folder
 
 
@@ -244,7 +244,7 @@ def _images_of(
         {file for file in files if file.suffix.lower() in IMAGE_SUFFIXES} | set(listing.entries)
     )
     if not images:
-        raise ConfigurationError(
+        raise DatasetError(
             f"The dataset {folder} holds no images ({len(files)} files of other kinds): see "
             f"{source.field}."
         )
@@ -252,7 +252,7 @@ def _images_of(
 
 
 def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
-    """Raise ConfigurationError when nothing is usable, or an image is bad and that means fail.
+    """Raise DatasetError when nothing is usable, or an image is bad and that means fail.
 
     Duplicates that were left out on request are not bad.
     """
@@ -263,9 +263,9 @@ def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> No
     more = len(bad) - 3
     listed = first + (f"; and {more} more" if more > 0 else "")
     if not report.used:
-        raise ConfigurationError(f"No image in {report.folder} can be used: {listed}.")
+        raise DatasetError(f"No image in {report.folder} can be used: {listed}.")
     if on_bad_image == "fail":
-        raise ConfigurationError(
+        raise DatasetError(
             f"{len(bad)} of {report.found} images in {report.folder} can't be used: {listed}. "
             "Repair or remove them, or set dataset.onBadImage: skip."
         )

@@ -68,7 +68,7 @@ class PreflightReport:
 
 
 def write_report(report: PreflightReport, path: Path) -> None:
-    """Write preflight.json, whole or not at all. Raises ConfigurationError."""
+    """Write preflight.json, whole or not at all. Raises OutputError."""
     text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
     write_file(path, text.encode())
 

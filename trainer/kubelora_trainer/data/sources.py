@@ -32,7 +32,7 @@ class SourceFolder:
 
 
 def open_folder(uri: str, columns: dataset_spec.Columns, mounts: Mapping[str, Path]) -> Path:
-    """The place as a folder of images; tables are unpacked. Raises ConfigurationError."""
+    """The place as a folder of images; tables are unpacked. Raises DatasetError."""
     place = resolve_input(uri, mounts)
     return unpack_tables(place, columns) if has_tables_alone(place) else place
 
@@ -46,7 +46,7 @@ def _columns_of(source: dataset_spec.Source, columns: dataset_spec.Columns) -> d
 def open_extra_sources(
     settings: dataset_spec.Dataset, mounts: Mapping[str, Path]
 ) -> tuple[SourceFolder, ...]:
-    """The dataset's extra sources, in their order. Raises ConfigurationError."""
+    """The dataset's extra sources, in their order. Raises DatasetError."""
     return tuple(
         SourceFolder(
             folder=open_folder(source.uri, _columns_of(source, settings.columns), mounts),

@@ -12,13 +12,13 @@ from pathlib import Path
 from kubelora_api.names import OutputPath
 from kubelora_api.uri import Place, parse_place
 from kubelora_trainer.storage.output_dir import OutputFolder
-from kubelora_trainer.utils.errors import ConfigurationError, RunEndedError, UploadError
+from kubelora_trainer.utils.errors import RunEndedError, StorageError, UploadError
 
 
 def push(folder: OutputFolder, uri: str) -> None:
     """Upload the adapter's files and the manifest to ``uri`` (s3:// or hf://).
 
-    Raises ConfigurationError if the URI or its permissions are wrong, and UploadError if a retry
+    Raises StorageError if the URI or its permissions are wrong, and UploadError if a retry
     may help.
     """
     place = parse_place(uri)
@@ -82,7 +82,7 @@ def _to_hub(files: Sequence[Path], place: Place, uri: str) -> None:
 
 
 def _wrong(uri: str, why: str) -> RunEndedError:
-    return ConfigurationError(f"{_DONE} {uri}: {why}. {_AGAIN}")
+    return StorageError(f"{_DONE} {uri}: {why}. {_AGAIN}")
 
 
 def _failed(uri: str, error: Exception) -> RunEndedError:

@@ -79,7 +79,7 @@ def export_diffusers(
 
     Raises:
         NumericalError: A weight is not finite.
-        ConfigurationError: The file cannot be written.
+        OutputError: The file cannot be written.
     """
     models: dict[Part, nn.Module] = {"unet": unet, **(encoders or {})}
     states: dict[Part, dict[str, torch.Tensor]] = {part: {} for part in SGM_PARTS}
@@ -133,7 +133,7 @@ def export_kohya(
 
     Raises:
         NumericalError: A weight is not finite.
-        ConfigurationError: The file cannot be written.
+        OutputError: The file cannot be written.
     """
     state = kohya_state(layers, unet_config, dtype)
     _check_finite(state, dtype)

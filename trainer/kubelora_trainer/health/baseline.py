@@ -29,7 +29,7 @@ from kubelora_trainer.storage.output_dir import (
 from kubelora_trainer.storage.run_record import BaselineRecord, Difference
 from kubelora_trainer.storage.run_settings import ABSENT, leaves_that_differ
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 
 if TYPE_CHECKING:
     import pyarrow as pa  # 30 MiB, and only a run with a baseline reads a log
@@ -124,17 +124,17 @@ def load_baseline(
 ) -> Baseline:
     """Compare with the run whose output is in ``folder``.
 
-    job: this run's resolved document. Raises ConfigurationError where there is no such run.
+    job: this run's resolved document. Raises OutputError where there is no such run.
     """
     try:
         manifest = read_manifest(folder)
-    except ConfigurationError:
-        raise ConfigurationError(
+    except OutputError:
+        raise OutputError(
             f"health.baseline {uri}: {folder / OutputPath.MANIFEST} is no run's manifest, or "
             "damaged; name another run, or leave health.baseline out"
         ) from None
     if manifest is None:
-        raise ConfigurationError(
+        raise OutputError(
             f"health.baseline {uri}: no {OutputPath.MANIFEST} there; name the output folder of an "
             "earlier run (its spec.output.uri)"
         )
@@ -210,7 +210,7 @@ def _read_log(folder: Path) -> "pa.Table | None":
     try:
         tables = [pq.read_table(file, columns=columns) for file in files]
     except (OSError, ValueError, pa.ArrowInvalid) as error:
-        raise ConfigurationError(
+        raise OutputError(
             f"health.baseline: {files[0]} is no run's log of groups, or damaged ({error}); name "
             "another run, or leave health.baseline out"
         ) from None

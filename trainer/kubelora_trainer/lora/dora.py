@@ -21,7 +21,7 @@ from peft.tuners.lora.dora import DoraConv2dLayer, DoraLinearLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import ModelError
 
 NO_KOHYA_FILE = (
     "adapter.dora: the adapter is written only in diffusers' format. kohya files store magnitudes "
@@ -149,7 +149,7 @@ def use_exact_dora(layer: LoraLayer, name: str, adapter: str) -> tuple[nn.Parame
         The magnitudes and the base layer's weight.
 
     Raises:
-        ConfigurationError: All weights of a channel are 0.
+        ModelError: All weights of a channel are 0.
     """
     base = layer.get_base_layer()
     kind = ExactDoraConv2d if isinstance(base, nn.Conv2d) else ExactDoraLinear
@@ -157,7 +157,7 @@ def use_exact_dora(layer: LoraLayer, name: str, adapter: str) -> tuple[nn.Parame
     down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     norms = channel_norms(base.weight, down, up, layer.scaling[adapter])
     if not bool(norms.all()):
-        raise ConfigurationError(
+        raise ModelError(
             f"adapter.dora: {int((norms == 0).sum())} of {len(norms)} output channels of {name} "
             "have only zero weights and therefore no direction: exclude the layer by "
             "adapter.targets or targetPatterns, or set adapter.dora to false"

@@ -24,7 +24,7 @@ from kubelora_trainer.lora.kohya_format import read_kohya
 from kubelora_trainer.lora.target_modules import matches
 from kubelora_trainer.models.pipeline_checks import PICKLE_SUFFIXES
 from kubelora_trainer.models.sgm_keys import SGM_PARTS, kohya_names
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import ModelError
 
 LORA_METADATA = "lora_adapter_metadata"
 TEXT_NAMES = {
@@ -71,7 +71,7 @@ def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, pla
         The file that was read.
 
     Raises:
-        ConfigurationError: The file cannot be read, or its layers, ranks or shapes differ from the
+        ModelError: The file cannot be read, or its layers, ranks or shapes differ from the
             adapter's.
     """
     file = lora_file(place)
@@ -79,12 +79,12 @@ def warm_start(modules: Sequence[AdapterModule], unet: UNet2DConditionModel, pla
     by_name = {module.full_name: module for module in modules}
     only_file, only_job = found.keys() - by_name.keys(), by_name.keys() - found.keys()
     if only_file:
-        raise ConfigurationError(
+        raise ModelError(
             f"adapter.from: {file} holds {len(only_file)} layers that this job does not adapt, "
             f"such as {min(only_file)}: {_widen(only_file)}, or remove them from the file."
         )
     if only_job:
-        raise ConfigurationError(
+        raise ModelError(
             f"adapter.from: {file} lacks {len(only_job)} layers that this job adapts, such as "
             f"{min(only_job)}: {_narrow(only_job)}."
         )
@@ -123,7 +123,7 @@ def lora_file(place: Path) -> Path:
     """Return the file itself, diffusers' file of a directory, or its only .safetensors file."""
     if place.is_file():
         if place.suffix in PICKLE_SUFFIXES:
-            raise ConfigurationError(
+            raise ModelError(
                 f"adapter.from: {place.name} is a pickle, which can run code when it is loaded: "
                 "convert it to safetensors."
             )
@@ -133,7 +133,7 @@ def lora_file(place: Path) -> Path:
     if len(files) == 1:
         return files[0]
     what = f"{len(files)} .safetensors files; name one" if files else "no .safetensors file"
-    raise ConfigurationError(f"adapter.from: {place} holds {what}.")
+    raise ModelError(f"adapter.from: {place} holds {what}.")
 
 
 def _read(
@@ -143,13 +143,13 @@ def _read(
         with safe_open(file, framework="pt") as opened:
             keys, metadata = list(opened.keys()), opened.metadata() or {}
         if any("dora_scale" in key for key in keys):
-            raise ConfigurationError(
+            raise ModelError(
                 f"adapter.from: {file} is a DoRA in kohya's format, and programs disagree on what "
                 "its dora_scale means: start from a DoRA in diffusers' format, or from a LoRA."
             )
         trains_magnitudes = any(module.magnitude is not None for module in modules)
         if any(MAGNITUDE in key for key in keys) and not trains_magnitudes:
-            raise ConfigurationError(
+            raise ModelError(
                 f"adapter.from: {file} is a DoRA, and a plain LoRA cannot hold its magnitudes: "
                 "set adapter.dora to true."
             )
@@ -157,7 +157,7 @@ def _read(
             return _from_kohya(file, unet, modules)
         return _from_diffusers(load_file(file), metadata)
     except (SafetensorError, OSError, ValueError, TypeError, re.error) as error:
-        raise ConfigurationError(f"adapter.from: {file} can't be read: {error}.") from error
+        raise ModelError(f"adapter.from: {file} can't be read: {error}.") from error
 
 
 def _from_kohya(
@@ -221,27 +221,27 @@ def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
 def _check_shapes(layer: FoundLayer, module: AdapterModule, file: Path) -> None:
     rank = layer.down.shape[0]
     if rank != module.rank:
-        raise ConfigurationError(
+        raise ModelError(
             f"adapter.from: {file} has rank {rank} at {module.full_name}, this job {module.rank}: "
             f"set adapter.rank or rankPattern to {rank}."
         )
     found = (tuple(layer.down.shape), tuple(layer.up.shape))
     wanted = (tuple(module.lora_a.shape), tuple(module.lora_b.shape))
     if found != wanted:
-        raise ConfigurationError(
+        raise ModelError(
             f"adapter.from: {file} has shapes {found[0]} and {found[1]} at {module.full_name}, "
             f"this model {wanted[0]} and {wanted[1]}: the file belongs to another base model."
         )
     magnitude, own = layer.magnitude, module.magnitude
     if magnitude is not None and own is not None and magnitude.shape != own.shape:
-        raise ConfigurationError(
+        raise ModelError(
             f"adapter.from: {file} has magnitudes of shape {tuple(magnitude.shape)} at "
             f"{module.full_name}, this model {tuple(own.shape)}: the file belongs to another base "
             "model."
         )
     tensors = [tensor for tensor in (layer.down, layer.up, magnitude) if tensor is not None]
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-        raise ConfigurationError(
+        raise ModelError(
             f"adapter.from: {file} holds NaN or infinite values at {module.full_name}: use another "
             "file."
         )

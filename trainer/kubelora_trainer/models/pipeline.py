@@ -20,7 +20,7 @@ from kubelora_trainer.models.pipeline_checks import (
     fingerprint,
     read_json,
 )
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import ModelError
 from kubelora_trainer.utils.third_party import quiet_libraries
 
 Prediction = Literal["auto", "epsilon", "v_prediction"]
@@ -83,7 +83,7 @@ def load_base_model(
         zero_terminal_snr: See `noise_schedule`.
 
     Raises:
-        ConfigurationError: The model is incomplete, damaged or not SDXL.
+        ModelError: The model is incomplete, damaged or not SDXL.
     """
     index = check_pipeline(folder)
     vae_folder, vae_variant = (_vae_folder(vae), None) if vae else (folder / "vae", variant)
@@ -160,7 +160,7 @@ def _part(
     model, info = _load(lambda: kind.from_pretrained(folder, **arguments), folder)
     wrong = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]
     if wrong:
-        raise ConfigurationError(
+        raise ModelError(
             f"The weights in {folder} lack {len(wrong)} tensors of its {kind.__name__}, such as "
             f"{sorted(wrong)[0]}: config.json and weights do not match. Download the model again."
         )
@@ -173,17 +173,15 @@ def _load(load: Callable[[], Any], folder: Path) -> Any:
     try:
         return load()
     except torch.OutOfMemoryError as error:
-        raise ConfigurationError(
-            f"{folder} does not fit in the device's memory: {error}"
-        ) from error
+        raise ModelError(f"{folder} does not fit in the device's memory: {error}") from error
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigurationError(f"{folder} can't be loaded: {first_line}") from error
+        raise ModelError(f"{folder} can't be loaded: {first_line}") from error
 
 
 def _tokenizer(folder: Path) -> CLIPTokenizer:
     if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.json")):
-        raise ConfigurationError(
+        raise ModelError(
             f"{folder} holds no tokenizer (vocab.json and merges.txt, or tokenizer.json): download "
             "the model again."
         )
@@ -203,13 +201,13 @@ def noise_schedule(
             flawed", algorithm 1 and section 3.3).
 
     Raises:
-        ConfigurationError: The prediction type is unsupported, or zero terminal SNR is combined
+        ModelError: The prediction type is unsupported, or zero terminal SNR is combined
             with epsilon: at pure noise the noise is already known, so the last timestep would
             teach nothing.
     """
     kind = config.get("prediction_type", "epsilon") if prediction == "auto" else prediction
     if kind not in ("epsilon", "v_prediction"):
-        raise ConfigurationError(
+        raise ModelError(
             f"The model's scheduler predicts {kind!r}; only epsilon and v_prediction can be "
             "trained: see model.predictionType."
         )
@@ -217,7 +215,7 @@ def noise_schedule(
     if zero_terminal_snr:
         changed |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     if changed.get("rescale_betas_zero_snr") and kind == "epsilon":
-        raise ConfigurationError(
+        raise ModelError(
             "Zero terminal SNR needs a model that predicts v, but this one predicts epsilon: set "
             "model.predictionType to v_prediction if that is wrong, or remove "
             "model.zeroTerminalSnr."
@@ -234,8 +232,8 @@ def _vae_folder(place: Path) -> Path:
     if (place / "config.json").is_file():
         found = str(read_json(place / "config.json").get("_class_name"))
         if found != "AutoencoderKL":
-            raise ConfigurationError(f"{place} holds {found}, not an AutoencoderKL: see model.vae.")
+            raise ModelError(f"{place} holds {found}, not an AutoencoderKL: see model.vae.")
         return place
     if (place / "vae" / "config.json").is_file():
         return place / "vae"
-    raise ConfigurationError(f"{place} holds no VAE (no config.json): see model.vae.")
+    raise ModelError(f"{place} holds no VAE (no config.json): see model.vae.")

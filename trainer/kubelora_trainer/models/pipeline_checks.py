@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from kubelora_api.suggestions import did_you_mean
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import ModelError
 
 PIPELINE = "StableDiffusionXLPipeline"
 PIPELINE_PARTS = {
@@ -30,56 +30,52 @@ WANTED = "an SDXL pipeline in diffusers layout, such as stabilityai/stable-diffu
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of the model. Raises ConfigurationError."""
+    """Read a JSON object from a file of the model. Raises ModelError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigurationError(f"{path} is missing: model.uri needs {WANTED}.") from None
+        raise ModelError(f"{path} is missing: model.uri needs {WANTED}.") from None
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} can't be read as JSON: {error}.") from error
+        raise ModelError(f"{path} can't be read as JSON: {error}.") from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} holds no JSON object: download the model again.")
+        raise ModelError(f"{path} holds no JSON object: download the model again.")
     return content
 
 
 def check_pipeline(folder: Path) -> dict[str, Any]:
     """Check that every part is SDXL's and return the pipeline's index.
 
-    Raises ConfigurationError that names what was found instead.
+    Raises ModelError that names what was found instead.
     """
     index = _index_of(folder)
     found = str(index.get("_class_name"))
     if found != PIPELINE:
-        raise ConfigurationError(
-            f"{folder} holds a {found}, not a {PIPELINE}: model.uri needs {WANTED}."
-        )
+        raise ModelError(f"{folder} holds a {found}, not a {PIPELINE}: model.uri needs {WANTED}.")
     for part, kind in PIPELINE_PARTS.items():
         listed = index.get(part)
         there = listed[1] if isinstance(listed, list) and len(listed) == 2 else listed
         if there != kind:
-            raise ConfigurationError(
-                f"{folder} has {there or 'nothing'} as its {part}; SDXL has {kind}."
-            )
+            raise ModelError(f"{folder} has {there or 'nothing'} as its {part}; SDXL has {kind}.")
     _check_unet(folder)
     return index
 
 
 def _index_of(folder: Path) -> dict[str, Any]:
     if not folder.exists():
-        raise ConfigurationError(f"The model folder {folder} does not exist: see model.uri.")
+        raise ModelError(f"The model folder {folder} does not exist: see model.uri.")
     if folder.suffix in PICKLE_SUFFIXES and folder.is_file():
-        raise ConfigurationError(
+        raise ModelError(
             f"{folder} is a pickled checkpoint, which can run code when it is loaded: model.uri "
             f"needs the folder of {WANTED}, with weights in .safetensors."
         )
     if folder.is_file():
-        raise ConfigurationError(
+        raise ModelError(
             f"{folder} is a file, but model.uri needs the folder of a pipeline: {WANTED}."
         )
     if not any(folder.iterdir()):
-        raise ConfigurationError(f"The model folder {folder} is empty: model.uri needs {WANTED}.")
+        raise ModelError(f"The model folder {folder} is empty: model.uri needs {WANTED}.")
     if not (folder / "model_index.json").is_file():
-        raise ConfigurationError(
+        raise ModelError(
             f"{folder} is not a diffusers pipeline (no model_index.json): model.uri needs {WANTED}."
         )
     return read_json(folder / "model_index.json")
@@ -90,7 +86,7 @@ def _check_unet(folder: Path) -> None:
     unet = read_json(folder / "unet" / "config.json")
     kind = unet.get("addition_embed_type")
     if kind != "text_time":
-        raise ConfigurationError(
+        raise ModelError(
             f"The UNet in {folder} has addition_embed_type {kind!r}; SDXL's is 'text_time'. "
             f"model.uri needs {WANTED}."
         )
@@ -100,7 +96,7 @@ def _check_unet(folder: Path) -> None:
     ]
     known = all(isinstance(width, int) for width in widths)
     if not known or unet.get("cross_attention_dim") != sum(widths):
-        raise ConfigurationError(
+        raise ModelError(
             f"The UNet in {folder} attends to {unet.get('cross_attention_dim')} channels, but its "
             f"text encoders give {widths[0]} + {widths[1]}: its parts do not match. Download the "
             "model again."
@@ -108,11 +104,11 @@ def _check_unet(folder: Path) -> None:
 
 
 def check_weights(folder: Path, variant: str | None) -> None:
-    """Check that the variant's safetensors files are complete. Raises ConfigurationError."""
+    """Check that the variant's safetensors files are complete. Raises ModelError."""
     read_json(folder / "config.json")
     files = weight_files(folder, variant)
     if not files:
-        raise ConfigurationError(_missing(folder, variant))
+        raise ModelError(_missing(folder, variant))
     for file in files:
         _check_header(file)
     for index in folder.glob("*.safetensors.index*.json"):
@@ -164,7 +160,7 @@ def _check_header(file: Path) -> None:
         with safe_open(file, framework="pt"):
             pass
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigurationError(
+        raise ModelError(
             f"{file} is damaged or not a safetensors file ({error}): download the model again."
         ) from error
 
@@ -173,9 +169,7 @@ def _check_shards(index: Path) -> None:
     names = set(read_json(index).get("weight_map", {}).values())
     for name in sorted(names):
         if not (index.parent / name).is_file():
-            raise ConfigurationError(
-                f"{index} names {name}, which is missing: download the model again."
-            )
+            raise ModelError(f"{index} names {name}, which is missing: download the model again.")
 
 
 def fingerprint(folder: Path, variant: str | None, vae: Path, vae_variant: str | None) -> str:

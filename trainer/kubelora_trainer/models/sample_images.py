@@ -54,7 +54,7 @@ def draw_samples(
         The files written; empty if stopped.
 
     Raises:
-        ConfigurationError: A file cannot be written.
+        OutputError: A file cannot be written.
     """
     if not validation.prompts:
         return []
@@ -75,13 +75,13 @@ def draw_samples(
                 right = draw_all()
             finally:
                 _switch_adapters(models, on=True)
-    except _NotWanted:
+    except _InterruptedSamplingError:
         return []
     grids = [side_by_side(pair, LABELS) for pair in zip(left, right, strict=True)]
     return [_save(grid, folder / f"step-{step:06d}-{n}.png") for n, grid in enumerate(grids)]
 
 
-class _NotWanted(Exception):
+class _InterruptedSamplingError(Exception):
     """Leaves the denoising loop when the run is to stop."""
 
 
@@ -120,7 +120,7 @@ def _draw(
         pipeline: object, step: int, level: Tensor, kept: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         if stop():
-            raise _NotWanted
+            raise _InterruptedSamplingError
         return kept
 
     latents = pipeline(

@@ -22,7 +22,7 @@ from kubelora_trainer.models.pipeline_checks import (
     read_json,
 )
 from kubelora_trainer.utils.atomic_io import filling, writing_to
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import ModelError
 from kubelora_trainer.utils.third_party import quiet_libraries
 
 UNET = "model.diffusion_model."
@@ -82,7 +82,7 @@ def unpack(file: Path, lender: Path, cache: Path, say: Callable[[str], None]) ->
         Directory of the pipeline.
 
     Raises:
-        ConfigurationError: The file is damaged or not SDXL base, the configurations do not match
+        ModelError: The file is damaged or not SDXL base, the configurations do not match
             it, or the cache cannot be written.
     """
     header = read_header(file)
@@ -99,20 +99,20 @@ def unpack(file: Path, lender: Path, cache: Path, say: Callable[[str], None]) ->
 
 
 def read_header(file: Path) -> Header:
-    """Read names, shapes and types without reading weights. Raises ConfigurationError."""
+    """Read names, shapes and types without reading weights. Raises ModelError."""
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
             types = [part.get_dtype() for name, part in slices.items() if name.startswith(UNET)]
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigurationError(
+        raise ModelError(
             f"{file} is damaged or not a safetensors file ({error}): download the model again."
         ) from error
     known = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
     found = max(set(types), key=types.count) if types else "F32"
     if found not in known:
-        raise ConfigurationError(
+        raise ModelError(
             f"{file} stores its UNet's weights in {found}, from which no adapter can be trained: "
             "use the model in fp16, bf16 or fp32."
         )
@@ -120,31 +120,31 @@ def read_header(file: Path) -> Header:
 
 
 def check_single_file(file: Path, header: Header) -> None:
-    """Check that a file is an SDXL base model. Raises ConfigurationError that names what it is."""
+    """Check that a file is an SDXL base model. Raises ModelError that names what it is."""
     names = header.shapes.keys()
     bare = {name.removeprefix(UNET) for name in names}
     for start, what in _OTHERS:
         refiner = start.startswith("conditioner") and _any(names, TEXT_ENCODER_2)
         if _any(bare, start) and not refiner:
-            raise ConfigurationError(
+            raise ModelError(
                 f"{file} is {what} not SDXL: model.uri needs an SDXL base model."
                 if what.endswith(",")
                 else f"{file} is {what}, not SDXL: model.uri needs an SDXL base model."
             )
     channels = header.shapes.get(f"{UNET}input_blocks.0.0.weight", (0, 4))[1]
     if channels != 4:
-        raise ConfigurationError(
+        raise ModelError(
             f"{file} has a UNet with {channels} input channels (inpainting has 9), but SDXL base "
             "has 4: model.uri needs an SDXL base model."
         )
     lacking = [part for part, start in _PARTS.items() if not _any(names, start)]
     if len(lacking) == len(_PARTS):
-        raise ConfigurationError(
+        raise ModelError(
             f"{file} is not a checkpoint in SDXL's original layout (no name begins with {UNET}): "
             "model.uri needs an SDXL base model."
         )
     if lacking:
-        raise ConfigurationError(
+        raise ModelError(
             f"{file} holds no {', no '.join(lacking)}: model.uri needs a complete checkpoint, or "
             "the folder of a pipeline."
         )
@@ -175,13 +175,13 @@ def _convert(file: Path, header: Header, lender: Path, target: Path) -> None:
                 add_watermarker=False,
             )
     except NotImplementedError as error:  # missing tensors stay on the meta device
-        raise ConfigurationError(
+        raise ModelError(
             f"{file} lacks tensors that the configurations of {lender} require: download the model "
             "again, or set model.config to the right pipeline."
         ) from error
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigurationError(
+        raise ModelError(
             f"{file} can't be loaded with the configurations of {lender}: {first_line}"
         ) from error
     with quiet_libraries():

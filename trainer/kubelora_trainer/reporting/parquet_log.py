@@ -80,7 +80,7 @@ class ParquetParts:
                     path.unlink()
 
     def write(self, table: "pa.Table", first: int, last: int) -> None:
-        """Write the rows of steps ``first`` to ``last``. Raises ConfigurationError if refused."""
+        """Write the rows of steps ``first`` to ``last``. Raises OutputError if refused."""
         import pyarrow.parquet as pq
 
         self._folder.assert_ours()

@@ -23,7 +23,7 @@ from kubelora_trainer.storage.output_dir import (
     OutputFolder,
 )
 from kubelora_trainer.telemetry.step_metrics import GROUP_FIELDS, StepNumbers
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 
 if TYPE_CHECKING:
     import pyarrow as pa  # 30 MiB, loaded when rows are written and not before the first step
@@ -64,13 +64,13 @@ class RunLog:
             parts.rewind(step)
 
     def append(self, numbers: StepNumbers) -> None:
-        """Keep one step's rows. Raises ConfigurationError if a part is due and refused."""
+        """Keep one step's rows. Raises OutputError if a part is due and refused."""
         self._steps.append(numbers)
         if len(self._steps) * len(self._names["module"]) >= ROWS_IN_MEMORY:
             self.flush()
 
     def flush(self) -> None:
-        """Write the rows kept so far as one part. Raises ConfigurationError if refused."""
+        """Write the rows kept so far as one part. Raises OutputError if refused."""
         if not self._steps:
             return
         first, last = self._steps[0].step, self._steps[-1].step
@@ -159,7 +159,7 @@ def kept_to_the_end(log: "RunLog | NoLog") -> Iterator[None]:
     try:
         yield
     except Exception:
-        with suppress(ConfigurationError):  # the first error counts
+        with suppress(OutputError):  # the first error counts
             log.flush()
         raise
 

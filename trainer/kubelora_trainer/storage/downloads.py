@@ -10,7 +10,7 @@ from kubelora_api.names import OutputPath
 from kubelora_api.suggestions import suggestion
 from kubelora_api.uri import Place
 from kubelora_trainer.utils.atomic_io import filling
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import StorageError
 from kubelora_trainer.utils.paths import expand_home
 
 Content = Literal["model", "configuration", "vae", "dataset", "adapter", "run"]
@@ -65,18 +65,18 @@ def _weight_names(stem: str, variant: str | None) -> tuple[str, ...]:
 def download_hub(place: Place, content: Content, variant: str | None) -> Path:
     """Folder of a snapshot in the Hub's cache, or what ``place.path`` names in it.
 
-    Raises ConfigurationError.
+    Raises StorageError.
     """
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
-        raise ConfigurationError(
+        raise StorageError(
             "hf:// places need huggingface_hub: pip install 'kubelora[trainer]'."
         ) from None
     revision = place.revision
     if _is_pickle(place.path):
         problem = "is a pickle, which can run code when it is loaded: name a .safetensors file"
-        raise ConfigurationError(f"{place.name} {problem}.")
+        raise StorageError(f"{place.name} {problem}.")
     try:
         snapshot = snapshot_download(
             place.root,
@@ -103,7 +103,7 @@ def download_hub(place: Place, content: Content, variant: str | None) -> Path:
         problem = f"is no repository name ({error})"
     except (errors.HfHubHTTPError, OSError) as error:
         problem = f"can't be fetched ({str(error).splitlines()[0]}): try again"
-    raise ConfigurationError(f"{place.name} {problem}.")
+    raise StorageError(f"{place.name} {problem}.")
 
 
 def _known_revisions(place: Place, content: Content) -> str:
@@ -135,7 +135,7 @@ def _below(path: str, patterns: list[str] | None) -> list[str] | None:
 
 
 def _found(snapshot: Path, place: Place, content: Content) -> Path:
-    """The file or folder that ``place`` names. Raises ConfigurationError, with what was meant."""
+    """The file or folder that ``place`` names. Raises StorageError, with what was meant."""
     if (snapshot / place.path).exists():
         return snapshot / place.path
     from huggingface_hub import HfApi
@@ -149,7 +149,7 @@ def _found(snapshot: Path, place: Place, content: Content) -> Path:
     known = [file for file in files if not _is_pickle(file)]
     folders = {str(parent) for file in known for parent in PurePosixPath(file).parents}
     meant = suggestion(place.path, [*known, *sorted(folders - {"."})])
-    raise ConfigurationError(f"{place.name}: the repository holds no {place.path}{meant}")
+    raise StorageError(f"{place.name}: the repository holds no {place.path}{meant}")
 
 
 class FileSystem(Protocol):
@@ -165,14 +165,14 @@ class FileSystem(Protocol):
 def download_bucket(uri: str, cache: Path, wanted: Sequence[str] | None = None) -> Path:
     """Copy of everything below an s3:// prefix, or of the files ``wanted`` there.
 
-    Raises ConfigurationError.
+    Raises StorageError.
     """
     import fsspec
 
     try:
         system = fsspec.filesystem(uri.partition("://")[0])
     except ImportError:
-        raise ConfigurationError(f"{uri} needs the package s3fs: pip install s3fs.") from None
+        raise StorageError(f"{uri} needs the package s3fs: pip install s3fs.") from None
     return download_tree(system, uri, cache, wanted)
 
 
@@ -192,14 +192,14 @@ def download_tree(
             and (wanted is None or name.strip("/").removeprefix(f"{prefix}/") in wanted)
         }
         if not listing:
-            raise ConfigurationError(
+            raise StorageError(
                 f"{uri} holds no files (pickles are never read): correct the bucket or the prefix."
             )
         folder = cache / "buckets" / _listing_hash(uri, listing)
         if not folder.is_dir():
             _fill(system, listing, folder)
     except _bucket_errors() as error:
-        raise ConfigurationError(
+        raise StorageError(
             f"{uri} can't be fetched ({error}): check the name, the credentials and free space."
         ) from error
     alone = [name for name, (remote, _) in listing.items() if remote.strip("/") == prefix]

@@ -5,11 +5,11 @@ resumed run would then be none that anyone could repeat.
 """
 
 from kubelora_trainer.storage.run_record import RunRecord
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 
 
 def assert_same_inputs(began: RunRecord, now: RunRecord, data: str, model: str) -> None:
-    """Raise ConfigurationError where data or model are not what the run began with.
+    """Raise OutputError where data or model are not what the run began with.
 
     began, now: only what both know is compared. data, model: where they are, for the sentence.
     """
@@ -25,7 +25,7 @@ def assert_same_inputs(began: RunRecord, now: RunRecord, data: str, model: str) 
     if _differ(began.model_sha256, now.model_sha256):
         changed.append(f"the base model in {model}")
     if changed:
-        raise ConfigurationError(
+        raise OutputError(
             f"{' and '.join(changed)} changed since this run began, so it can't go on from its "
             "checkpoint: put back what was there, or create a new job with another "
             "spec.output.uri"

@@ -34,7 +34,7 @@ from kubelora_trainer.storage.run_settings import (
     told,
 )
 from kubelora_trainer.utils.atomic_io import write_file, writing_to
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 
 RunState = Literal["Running", "Interrupted", "Suspended", "Failed", "Done"]
 RECORDED_PACKAGES = ("kubelora", "torch", "diffusers", "transformers", "peft", "safetensors")
@@ -95,10 +95,10 @@ class OutputFolder:
         return self.path / output
 
     def assert_ours(self) -> None:
-        """Raise ConfigurationError when a newer attempt, or another run, took the folder over."""
+        """Raise OutputError when a newer attempt, or another run, took the folder over."""
         found = read_manifest(self.path)
         if found and (found.run_id != self.run_id or found.attempt > self.attempt):
-            raise ConfigurationError(
+            raise OutputError(
                 f"{self.path}: attempt {found.attempt} of run {found.run_id} took this output "
                 f"folder over; attempt {self.attempt} of run {self.run_id} stops without writing"
             )
@@ -131,7 +131,7 @@ def claim_output(
 
     attempt: the operator's count; None counts on from the folder's last attempt.
     Returns the manifest instead where this very run is already done.
-    Raises ConfigurationError for another run's output, other settings than the run began with, a
+    Raises OutputError for another run's output, other settings than the run began with, a
     newer attempt, a folder that can't be written.
     """
     run_id = run_id_of(job)
@@ -158,7 +158,7 @@ def claim_output(
             warn(f"{path}: begun with other versions ({newer}); the last bits may differ")
     before = found.attempt if found else 0
     if attempt is not None and attempt < before:
-        raise ConfigurationError(
+        raise OutputError(
             f"{path}: attempt {before} of this run has begun already; attempt {attempt} is too "
             "old to write here"
         )
@@ -203,7 +203,7 @@ def _uid_of(found: Manifest) -> object:
 def _assert_resumable(path: Path, found: Manifest, changed: list[str]) -> None:
     """A job of the same uid, but with other settings, is not the run that began here."""
     if changed:
-        raise ConfigurationError(
+        raise OutputError(
             f"{path}: run {found.run_id} began with other settings ({told(changed)}) and can't go "
             f"on with these; put them back ({MAY_CHANGE}), or create a new job with another "
             "spec.output.uri"
@@ -226,7 +226,7 @@ def _make_room(
     if not present:
         return
     if found is None:
-        raise ConfigurationError(
+        raise OutputError(
             f"{path}: holds {', '.join(present)}, but no {OutputPath.MANIFEST} that says whose "
             "they are. Move them away, or choose another spec.output.uri"
         )
@@ -238,7 +238,7 @@ def _make_room(
             if changed
             else ""
         )
-        raise ConfigurationError(
+        raise OutputError(
             f"{path}: holds {whose} output ({', '.join(present)}).{settings} Choose another "
             "spec.output.uri, or set spec.output.replaceExisting: true to clear it away"
         )
@@ -263,16 +263,16 @@ def own_names() -> frozenset[str]:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The folder's manifest; None where there is none. Raises ConfigurationError if unreadable."""
+    """The folder's manifest; None where there is none. Raises OutputError if unreadable."""
     file = path / OutputPath.MANIFEST
     try:
         return Manifest.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigurationError(f"can't read {file}: {error.strerror}") from error
+        raise OutputError(f"can't read {file}: {error.strerror}") from error
     except ValidationError:
-        raise ConfigurationError(
+        raise OutputError(
             f"{file}: not a manifest of this program; move it away, or choose another "
             "spec.output.uri"
         ) from None

@@ -12,11 +12,11 @@ from kubelora_api.claims import inputs_of
 from kubelora_api.spec import JobSpec
 from kubelora_trainer.storage.output_dir import own_names
 from kubelora_trainer.storage.uris import local_path
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 
 
 def assert_apart(spec: JobSpec, mounts: Mapping[str, Path], output: Path) -> None:
-    """Raise ConfigurationError where an input and the output folder get into each other's way.
+    """Raise OutputError where an input and the output folder get into each other's way.
 
     Only places of this machine and claims can; links are followed.
     """
@@ -27,17 +27,17 @@ def assert_apart(spec: JobSpec, mounts: Mapping[str, Path], output: Path) -> Non
             continue
         place = _real(local)
         if field.startswith("dataset") and out.is_relative_to(place):
-            raise ConfigurationError(
+            raise OutputError(
                 f"spec.output.uri {spec.output.uri} lies in spec.{field} {uri}: what the run "
                 "writes there, sample images too, would be taken for data; choose an output.uri "
                 "outside of it"
             )
         if field == "health.baseline" and out == place:
-            raise ConfigurationError(
+            raise OutputError(
                 f"spec.health.baseline {uri} is this run's own output: name an earlier run's"
             )
         if spec.output.replace_existing and _top(place, out) in own_names():
-            raise ConfigurationError(
+            raise OutputError(
                 f"spec.{field} {uri} lies in {output / _top(place, out)}, which "
                 "spec.output.replaceExisting would clear away before it is read: move it, or "
                 "choose another spec.output.uri"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kubelora_api.schema import JsonObject
 from kubelora_api.training_spec import Schedule
 from kubelora_trainer.storage.run_settings import leaves_that_differ
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 
 _LENGTHS = ("spec.training.steps", "spec.training.epochs")
 
@@ -54,9 +54,9 @@ def why_it_stays(schedule: Schedule, output: str) -> str:
 
 
 def assert_not_passed(step: int, total: int) -> None:
-    """Raise ConfigurationError for a run that is already beyond its new end."""
+    """Raise OutputError for a run that is already beyond its new end."""
     if step > total:
-        raise ConfigurationError(
+        raise OutputError(
             f"{step} steps of this run are done, so it can't end at {total}: set "
             f"spec.training.steps to {step} or more"
         )

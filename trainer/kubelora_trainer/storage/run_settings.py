@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from kubelora_api.documents import InvalidDocument, parse_job
+from kubelora_api.documents import InvalidDocumentError, parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.schema import JsonObject
 
@@ -32,7 +32,7 @@ def recorded_settings(document: JsonObject) -> JsonObject:
     """
     try:
         return deciding_settings(parse_job(document, local=True))
-    except InvalidDocument:
+    except InvalidDocumentError:
         try:
             return _deciding(document)
         except (AttributeError, TypeError, ValueError):  # not a job at all: all of it differs

@@ -16,7 +16,7 @@ from kubelora_trainer.storage.downloads import (
     download_hub,
     wanted_files,
 )
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import StorageError
 from kubelora_trainer.utils.paths import did_you_mean_path, expand_home
 
 
@@ -36,7 +36,7 @@ def resolve_input(
     variant: infix of the weight files to fetch, such as fp16.
     claims: where a pod's claims are mounted.
     cache: where buckets are downloaded to; None takes the user's cache directory.
-    Raises ConfigurationError when it can't be had.
+    Raises StorageError when it can't be had.
     """
     place = _parse(uri)
     if place.scheme == "hf":
@@ -53,7 +53,7 @@ def local_path(
 ) -> Path | None:
     """The path on this machine, there or not, of a claim's or a local URI; None for remote ones.
 
-    Raises ConfigurationError for a claim that is not here.
+    Raises StorageError for a claim that is not here.
     """
     place = _parse(uri)
     if place.scheme == "pvc":
@@ -66,11 +66,11 @@ def resolve_output(
 ) -> Path:
     """The folder for output, made where it was missing, and writable.
 
-    Raises ConfigurationError when it is not a claim or a local path, or can't be written.
+    Raises StorageError when it is not a claim or a local path, or can't be written.
     """
     folder = _made(uri, "output", mounts, claims)
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigurationError(
+        raise StorageError(
             f"{uri} can't take output: {folder} is not writable for user {os.getuid()}."
         )
     return folder
@@ -81,7 +81,7 @@ def resolve_cache(
 ) -> Path:
     """The folder of a cache, made where it was missing; one that can only be read is of use too.
 
-    Raises ConfigurationError when it is not a claim or a local path, or can't be made.
+    Raises StorageError when it is not a claim or a local path, or can't be made.
     """
     return _made(uri, "a cache", mounts, claims)
 
@@ -89,15 +89,15 @@ def resolve_cache(
 def _made(uri: str, what: str, mounts: Mapping[str, Path], claims: Path) -> Path:
     folder = local_path(uri, mounts, claims=claims)
     if folder is None:
-        raise ConfigurationError(f"{uri} can't take {what}: use pvc://claim/path or a local path.")
+        raise StorageError(f"{uri} can't take {what}: use pvc://claim/path or a local path.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ConfigurationError(
+        raise StorageError(
             f"{uri} can't take {what}: {folder}, or a part of that path, is a file."
         ) from None
     except OSError as error:
-        raise ConfigurationError(
+        raise StorageError(
             f"{uri} can't take {what}: {folder} can't be made ({error.strerror})."
         ) from error
     return folder
@@ -107,20 +107,20 @@ def _parse(uri: str) -> Place:
     try:
         return parse_place(uri)
     except ValueError as error:
-        raise ConfigurationError(f"{error}.") from None
+        raise StorageError(f"{error}.") from None
 
 
 def _in_claim(place: Place, uri: str, mounts: Mapping[str, Path], claims: Path) -> Path:
     root = mounts.get(place.root) or claims / place.root
     if not root.is_dir():
         given = "what --mount names" if place.root in mounts else "where a pod mounts it"
-        raise ConfigurationError(
+        raise StorageError(
             f"The claim {place.root} of {uri} is not here: {root}, {given}, is no folder. On this "
             f"machine, say what stands in for it: --mount {place.root}=DIR."
         )
     folder = root / place.path
     if ".." in Path(place.path).parts:
-        raise ConfigurationError(f"{uri} leaves its claim: remove '..'.")
+        raise StorageError(f"{uri} leaves its claim: remove '..'.")
     return folder
 
 
@@ -128,5 +128,5 @@ def _existing(uri: str, path: Path) -> Path:
     if not path.exists():
         where = "" if uri == str(path) else f" (looked at {path})"
         meant = did_you_mean_path(path) or ": correct the path in the job file."
-        raise ConfigurationError(f"{uri} does not exist{where}{meant}")
+        raise StorageError(f"{uri} does not exist{where}{meant}")
     return path

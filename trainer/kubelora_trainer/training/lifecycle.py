@@ -16,7 +16,7 @@ from kubelora_api.status import Artifact
 from kubelora_trainer.reporting.prometheus import Exporter
 from kubelora_trainer.storage.output_dir import OutputFolder, RunState, run_id_of
 from kubelora_trainer.training.context import Run
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import ConfigurationError, OutputError
 
 
 def first_report(folder: OutputFolder) -> RunReport:
@@ -110,7 +110,7 @@ def _record(run: Run, code: ExitCode, message: str) -> str | None:
         return _digest(run.folder.place(OutputPath.MANIFEST))
     try:
         return run.folder.write_manifest(states.get(code, "Failed"), message)
-    except ConfigurationError:  # taken over, or the disk is full: the first sentence counts
+    except OutputError:  # taken over, or the disk is full: the first sentence counts
         return None
 
 

@@ -16,7 +16,7 @@ from kubelora_trainer.training.context import Run
 from kubelora_trainer.training.rank_sync import resume_on_all_ranks
 from kubelora_trainer.training.setup import TrainingInputs
 from kubelora_trainer.training.train_state import TrainState
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import StorageError
 
 
 def load_baseline_for_run(
@@ -29,8 +29,8 @@ def load_baseline_for_run(
     if uri:
         try:
             place = resolve_input(uri, run.options.mounts, content="run")
-        except ConfigurationError as error:
-            raise ConfigurationError(f"health.baseline: {error}") from error
+        except StorageError as error:
+            raise StorageError(f"health.baseline: {error}") from error
         document = run.job.document()
         baseline = load_baseline(uri, place, document, installed_versions(), digest, total_steps)
         for line in baseline.told():

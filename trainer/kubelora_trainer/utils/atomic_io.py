@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import OutputError
 
 _SENTENCES = {
     errno.ENOSPC: "no space left on the device; free some, or set spec.output.uri to another place",
@@ -34,7 +34,7 @@ _SENTENCES[errno.EPERM] = _SENTENCES[errno.EACCES]
 
 @contextmanager
 def writing_to(place: Path) -> Iterator[None]:
-    """Turn a refused write below ``place`` into a ConfigurationError with a sentence.
+    """Turn a refused write below ``place`` into a OutputError with a sentence.
 
     Rust writers (safetensors) tell the system's error number in their message alone.
     """
@@ -49,14 +49,14 @@ def writing_to(place: Path) -> Iterator[None]:
         raise _refused(place, int(number[1]), str(error)) from error
 
 
-def _refused(place: Path, number: int, text: str) -> ConfigurationError:
-    return ConfigurationError(f"can't write to {place}: {_SENTENCES.get(number, text)}")
+def _refused(place: Path, number: int, text: str) -> OutputError:
+    return OutputError(f"can't write to {place}: {_SENTENCES.get(number, text)}")
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path`` so that the old or the new content stands there, never a part.
 
-    Raises ConfigurationError when the disk refuses.
+    Raises OutputError when the disk refuses.
     """
     aside = path.with_name(f".{path.name}.part")
     with writing_to(path):

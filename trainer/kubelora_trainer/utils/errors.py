@@ -29,6 +29,22 @@ class ConfigurationError(RunEndedError):
     exit_code = ExitCode.CONFIGURATION
 
 
+class ModelError(ConfigurationError):
+    """The base model, its single file or the LoRA to start from is missing, damaged or no SDXL."""
+
+
+class DatasetError(ConfigurationError):
+    """Images, captions, metadata or tables of the dataset can't be used."""
+
+
+class OutputError(ConfigurationError):
+    """The output folder, its manifest or a checkpoint can't be read, written or continued."""
+
+
+class StorageError(ConfigurationError):
+    """A URI, a download or a bucket can't be resolved, fetched or written to."""
+
+
 class NumericalError(RunEndedError):
     """Training would be, or was, numerically wrong."""
 

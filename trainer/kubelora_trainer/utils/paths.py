@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from kubelora_api.suggestions import nearest
-from kubelora_trainer.utils.errors import ConfigurationError
+from kubelora_trainer.utils.errors import StorageError
 
 
 def expand_home(path: str) -> Path:
-    """The path with ``~`` written out. Raises ConfigurationError for a user who is not known."""
+    """The path with ``~`` written out. Raises StorageError for a user who is not known."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         home = path.split("/")[0]
-        raise ConfigurationError(
+        raise StorageError(
             f"{path}: {home} is no home folder that is known here; write the path in full."
         ) from None
 
