@@ -16,7 +16,7 @@ from PIL import Image
 from kubelora_api import dataset_spec
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.dataset import ImageDataset, View, build_dataset
-from kubelora_trainer.data.preflight import preflight, refuse
+from kubelora_trainer.data.preflight import check_report, preflight
 from kubelora_trainer.data.preflight_report import PreflightReport, Remark, write_report
 from kubelora_trainer.utils.errors import DatasetError
 
@@ -39,7 +39,7 @@ def _view(data: ImageDataset) -> View:
 
 def _skipping(folder: Path) -> tuple[dict[str, str], PreflightReport]:
     samples, report = preflight(folder, dataset_spec.Dataset(uri="x", resolution=64))
-    refuse(report, "skip")
+    check_report(report, "skip")
     return {sample.file: sample.caption for sample in samples}, report
 
 
@@ -115,7 +115,7 @@ def test_a_folder_without_usable_images_is_an_error_even_when_skipping(tmp_path:
     (tmp_path / "a.jpg").touch()
     with pytest.raises(DatasetError, match=r"No image .* can be used: a.jpg: it is empty"):
         _skipping(tmp_path)
-    with pytest.raises(DatasetError, match="is no folder"):
+    with pytest.raises(DatasetError, match="is not a folder"):
         _skipping(tmp_path / "none")
 
 
@@ -168,7 +168,7 @@ def test_each_way_of_not_being_a_file_is_told(tmp_path: Path) -> None:
     assert list(captions) == ["a.png"]
     assert {remark.file: remark.detail for remark in report.skipped} == {
         long: "it can't be read: File name too long",
-        "link.png": "it is a link to gone.png, which is not there",
+        "link.png": "it is a link to gone.png, which does not exist",
         "pipe.png": "it is a folder or a device, not a file",
         "folder": "it is a folder or a device, not a file",
         "gone.jpg": "it is listed in metadata.jsonl but does not exist",
@@ -223,7 +223,7 @@ def test_a_folder_that_can_not_be_read_ends_the_run_rather_than_hide_its_images(
         return listed(path)
 
     monkeypatch.setattr("os.scandir", refusing)
-    with pytest.raises(DatasetError, match=r"locked can't be read: Permission denied\. Let"):
+    with pytest.raises(DatasetError, match=r"locked can't be read: Permission denied\. Give"):
         _skipping(tmp_path)
 
 
@@ -233,7 +233,7 @@ def test_captions_in_a_form_that_is_not_read_are_refused_unless_there_are_others
 ) -> None:
     _image(tmp_path / "a.png")
     (tmp_path / name).write_text("file_name,text\na.png,a bottle\n")
-    with pytest.raises(DatasetError, match=rf"{name} is not read: write it as metadata\.jsonl"):
+    with pytest.raises(DatasetError, match=rf"{name} is not read: convert it to metadata\.jsonl"):
         _skipping(tmp_path)
     (tmp_path / "a.txt").write_text("a bottle")
     assert _skipping(tmp_path)[0] == {"a.png": "a bottle"}
@@ -301,11 +301,12 @@ def test_a_file_that_changes_after_preflight_is_an_error(tmp_path: Path) -> None
     _image(tmp_path / "a.png", (90, 70))
     with pytest.raises(
         DatasetError,
-        match=r"is another file now than in preflight\. .* put back, the run goes on",
+        match=r"has changed since preflight\. .* restore the file, and the run resumes",
     ):
         data.image(_view(data))
     (tmp_path / "a.png").unlink()
     with pytest.raises(
-        DatasetError, match=r"passed preflight, but now .* put back, the run goes on"
+        DatasetError,
+        match=r"passed preflight, but now .* restore the file, and the run resumes",
     ):
         data.image(_view(data))

@@ -224,10 +224,10 @@ def _jpeg(size: int = 200) -> bytes:
     [
         (b"", "empty"),
         (b"no image at all", "not an image"),
-        (b"<!DOCTYPE html><p>not found", "a web page, as when a download failed: fetch it again"),
+        (b"<!DOCTYPE html><p>not found", "a web page, as after a failed download: download again"),
         (b"\0\0\0\x18ftypheic\0\0\0\0", "a HEIC photograph, .* save it as PNG or JPEG"),
         (b"\xff\x0a\0\0", "a JPEG XL image"),
-        (b"II*\0\x10\0\0\0CR\2\0", "a camera's raw file"),
+        (b"II*\0\x10\0\0\0CR\2\0", "a camera raw file"),
         (b'<?xml version="1.0"?>\n<svg xmlns="x"/>', "an SVG drawing"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
         (_jpeg()[:-2000], "truncated"),

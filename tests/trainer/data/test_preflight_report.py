@@ -43,7 +43,7 @@ def test_small_and_stretched_images_are_bad_where_limits_say_so(tmp_path: Path) 
     problems = {remark.file: (remark.problem, remark.detail) for remark in report.skipped}
     assert problems["flat.png"] == (
         "extreme aspect ratio",
-        "it has 300 x 100 pixels, 3 to 1, and dataset.maxAspectRatio is 2.5",
+        "it has 300 x 100 pixels, 3 to 1, but dataset.maxAspectRatio is 2.5",
     )
     assert problems["small.png"][0] == "too small"
     without = _report(tmp_path)

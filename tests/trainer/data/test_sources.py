@@ -16,9 +16,9 @@ from kubelora_api import dataset_spec
 from kubelora_api.dataset_spec import Columns
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.dataset import ImageDataset, build_dataset
-from kubelora_trainer.data.parquet_images import has_tables_alone, unpack_tables
+from kubelora_trainer.data.parquet_images import holds_only_tables, unpack_tables
 from kubelora_trainer.data.preflight_report import Count, report_text
-from kubelora_trainer.data.sources import open_extra_sources, open_folder
+from kubelora_trainer.data.sources import resolve_extra_sources, resolve_folder
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective
 from kubelora_trainer.utils.errors import DatasetError
 from tests.trainer.fixtures.jobs import job_spec, open_base
@@ -51,7 +51,7 @@ def two(tmp_path: Path) -> Path:
 def _open(folder: Path, **extra: object) -> ImageDataset:
     source = {"uri": str(folder / "class"), **extra}
     settings = _settings(repeats=3, extraSources=[source], captions={"prefix": "zwx"})
-    return build_dataset(folder / "bottles", settings, extra=open_extra_sources(settings, {}))
+    return build_dataset(folder / "bottles", settings, extra=resolve_extra_sources(settings, {}))
 
 
 def test_an_epoch_sees_each_image_as_often_as_its_source_repeats(two: Path) -> None:
@@ -140,7 +140,7 @@ def test_every_row_of_a_table_is_a_sample_with_its_caption_and_category(
     _write(table, tmp_path / "data" / name)
     columns = Columns(caption="en", category="product")
     settings = _settings(columns=columns.document())
-    assert has_tables_alone(tmp_path / "data")
+    assert holds_only_tables(tmp_path / "data")
     folder = unpack_tables(tmp_path / "data", columns, tmp_path / "cache")
     data = build_dataset(folder, settings)
     assert [sample.path.read_bytes() for sample in data.samples] == pngs
@@ -207,7 +207,7 @@ def test_a_source_with_one_category_for_all_needs_no_column_of_them(tmp_path: Pa
     _write(_table([_png(1)], text=["a"]), tmp_path / "more" / "a.parquet")
     more = {"uri": str(tmp_path / "more"), "category": "cans"}
     settings = _settings(columns={"category": "kind"}, extraSources=[more])
-    [source] = open_extra_sources(settings, {})
+    [source] = resolve_extra_sources(settings, {})
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").write_bytes(_png(2))
     data = build_dataset(tmp_path / "photos", settings, extra=(source,))
@@ -218,7 +218,7 @@ def test_a_folder_of_tables_and_images_is_refused_rather_than_half_read(tmp_path
     _write(_table([_png(1)], text=["a"]), tmp_path / "data" / "a.parquet")
     (tmp_path / "data" / "b.PNG").write_bytes(_png(2))
     with pytest.raises(DatasetError, match=r"1 tables, such as a.parquet, and 1 image files"):
-        open_folder(str(tmp_path / "data"), Columns(), {})
+        resolve_folder(str(tmp_path / "data"), Columns(), {})
 
 
 def test_tables_are_found_as_images_are_hidden_ones_left_out_and_linked_folders_entered(
@@ -233,7 +233,7 @@ def test_tables_are_found_as_images_are_hidden_ones_left_out_and_linked_folders_
     (data / ".cache").mkdir()
     (data / ".cache" / "thumbnail.png").write_bytes(_png(3))
     (data / "linked").symlink_to(tmp_path / "elsewhere")
-    assert has_tables_alone(data)
+    assert holds_only_tables(data)
     folder = unpack_tables(data, Columns(), tmp_path / "cache")
     samples = build_dataset(folder, _settings()).samples
     assert [(s.file, s.caption) for s in samples] == [
@@ -273,7 +273,7 @@ def test_metadata_fields_are_chosen_like_columns(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text(json.dumps(line))
     data = build_dataset(tmp_path, _settings(columns={"caption": "en", "category": "kind"}))
     assert (data.samples[0].caption, data.samples[0].category) == ("yes", "glass")
-    assert open_folder(str(tmp_path), Columns(), {}) == tmp_path
+    assert resolve_folder(str(tmp_path), Columns(), {}) == tmp_path
 
 
 def test_a_run_trains_on_a_table_and_a_folder_together(

@@ -1,8 +1,8 @@
 """Training sizes: one square, or aspect-ratio buckets of about the same area.
 
-SDXL was trained on sizes whose edges are multiples of 64 and whose area stays near 1024 x 1024
-(Podell et al. 2023, sec. 2.3). Every image goes to the size nearest to its own shape, so that none
-is dropped and as little as possible is cropped.
+SDXL was trained on sizes whose edges are multiples of 64 and whose area is close to 1024 x 1024
+(Podell et al. 2023, sec. 2.3). Every image is assigned the size closest to its own shape, so that
+no image is dropped and as little as possible is cropped.
 """
 
 import math
@@ -13,7 +13,7 @@ from kubelora_api.dataset_spec import Dataset
 
 @dataclass(frozen=True, order=True)
 class Size:
-    """Pixels of a training image."""
+    """Size of a training image in pixels."""
 
     width: int
     height: int
@@ -25,10 +25,10 @@ class Size:
 
 
 def training_sizes(settings: Dataset) -> tuple[Size, ...]:
-    """The sizes that a dataset trains at, narrow ones first; the square is always among them.
+    """List the sizes that a dataset is trained at, narrow ones first, always with the square.
 
     With buckets: for each multiple of ``step`` as one edge, the largest other edge that keeps the
-    area within resolution x resolution; both ways round.
+    area within resolution x resolution, in both orientations.
     """
     resolution, buckets = settings.resolution, settings.buckets
     square = Size(resolution, resolution)
@@ -45,23 +45,41 @@ def training_sizes(settings: Dataset) -> tuple[Size, ...]:
 
 
 def _up(number: int, step: int) -> int:
-    """The smallest multiple of ``step`` that is not below ``number``."""
+    """Round up to a multiple of ``step``."""
     return -(-number // step) * step
 
 
 def nearest_size(width: int, height: int, sizes: tuple[Size, ...]) -> Size:
-    """The size whose aspect ratio is nearest: by the quotient, as 2:1 is as far from 1:1 as 1:2."""
+    """Choose the size with the nearest aspect ratio, by quotient: 2:1 is as far from 1:1 as 1:2.
+
+    Args:
+        width: Width of the image.
+        height: Height of the image.
+        sizes: Training sizes.
+    """
     ratio = width / height
     return min(sizes, key=lambda size: (abs(math.log(size.ratio / ratio)), size))
 
 
 def covering_size(width: int, height: int, target: Size) -> Size:
-    """Size of the image once it is resized to just cover ``target``, proportions kept."""
+    """Compute the image's size after resizing it to just cover ``target`` at its own aspect ratio.
+
+    Args:
+        width: Width of the image.
+        height: Height of the image.
+        target: Training size.
+    """
     scale = max(target.width / width, target.height / height)
     return Size(max(target.width, round(width * scale)), max(target.height, round(height * scale)))
 
 
 def visible_share(width: int, height: int, target: Size) -> float:
-    """Share of the image, 0 to 1, that one crop at ``target`` shows."""
-    whole = covering_size(width, height, target)
-    return target.width * target.height / (whole.width * whole.height)
+    """Compute the fraction of the image, 0 to 1, that one crop at ``target`` shows.
+
+    Args:
+        width: Width of the image.
+        height: Height of the image.
+        target: Training size.
+    """
+    resized = covering_size(width, height, target)
+    return target.width * target.height / (resized.width * resized.height)

@@ -1,4 +1,4 @@
-"""Finds the captions of a dataset: metadata.jsonl first, then a text file beside the image."""
+"""Caption lookup: metadata.jsonl first, then a text file next to the image."""
 
 import json
 import re
@@ -15,14 +15,14 @@ from kubelora_trainer.utils.text import printable
 METADATA_FILES = "metadata.jsonl"
 SUFFIXES = (".txt", ".caption")
 UNREAD = ("metadata.csv", "metadata.tsv", "metadata.json", "metadata.parquet")
-"""Other forms of metadata.jsonl, which the Hugging Face libraries or other trainers write."""
+"""Other metadata formats, which the Hugging Face libraries or other trainers write."""
 HALF = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which is no character."""
+"""Half of a surrogate pair, which is not a character."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a line of metadata.jsonl says of an image: None where it says nothing."""
+    """An image's entry in metadata.jsonl; None for a field that is absent."""
 
     caption: str | None
     category: str | None
@@ -30,17 +30,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listing:
-    """What all metadata files say, by image path. fields: those that some line has."""
+    """Entries of all metadata files by image path; ``fields`` are those that any line has."""
 
     entries: Mapping[Path, Entry]
     fields: tuple[str, ...] = ()
 
 
 def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
-    """Read every metadata.jsonl; ``file_name`` is relative to its file's folder.
+    """Read every metadata.jsonl; ``file_name`` is relative to the file's directory.
 
-    columns: names of the fields with caption and category.
-    Raises DatasetError that names file and line.
+    columns: names of the caption and category fields. Raises DatasetError with file and line.
     """
     entries: dict[Path, Entry] = {}
     fields: dict[str, None] = {}
@@ -56,13 +55,22 @@ def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
     return Listing(entries, tuple(fields))
 
 
-def refuse_absent(
+def require_fields(
     listing: Listing, columns: Columns, folder: Path, caption: str | None, category: str | None
 ) -> None:
-    """Raise DatasetError for a field that the job names and no line of metadata has.
+    """Check that some line of metadata has each field that the job names.
 
-    The default names may be absent. caption, category: what a source says of all its images, which
-    then need no field.
+    The default names may be absent.
+
+    Args:
+        listing: All metadata.
+        columns: The job's field names.
+        folder: The dataset's directory, for the message.
+        caption: Caption that the source sets for all its images; it then needs no field.
+        category: Category that the source sets for all its images, likewise.
+
+    Raises:
+        DatasetError: No line has a field that the job names.
     """
     usual, fields = Columns(), listing.fields
     for field, name, default, given in (
@@ -80,7 +88,7 @@ def refuse_absent(
 def _entry(
     line: str, where: str, folder: Path, columns: Columns, fields: dict[str, None]
 ) -> tuple[Path, Entry]:
-    """One line. fields: gets the names of its fields."""
+    """Parse one line and add its field names to ``fields``."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -97,11 +105,14 @@ def _entry(
             raise DatasetError(f"{where}: {field} must be a string, not {type(value).__name__}.")
         if value is not None and (half := HALF.search(value)):
             raise DatasetError(
-                f"{where}: {field} holds half a character (\\u{ord(half[0]):04x}), as a text that "
-                "was cut in the middle of an emoji: mend or remove it."
+                f"{where}: {field} holds half a character (\\u{ord(half[0]):04x}), as in a text "
+                "that was cut in the middle of an emoji: fix or remove it."
             )
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DatasetError(f"{where}: file_name {name!r} leaves the dataset's folder.")
+        raise DatasetError(
+            f"{where}: file_name {name!r} points outside the dataset's folder: move the image into "
+            "it."
+        )
     caption, category = entry.get(columns.caption), entry.get(columns.category)
     return folder / name, Entry(
         caption=None if caption is None else caption.strip(),
@@ -110,10 +121,10 @@ def _entry(
 
 
 def as_on_disk(listing: Listing, files: Collection[Path]) -> Listing:
-    """The listing under the names that the files really have.
+    """Replace the listing's names by those of the actual files.
 
-    One name can be written in several ways in Unicode: macOS takes letters and their accents apart
-    (NFD), an editor puts them together (NFC). A file that is listed as it is stays as it is.
+    Unicode can spell one name in several ways: macOS decomposes letters and accents (NFD), an
+    editor composes them (NFC). A name that matches exactly is kept.
     """
     known = set(files)
     absent = [image for image in listing.entries if image not in known]
@@ -129,35 +140,44 @@ def _composed(path: Path) -> str:
     return unicodedata.normalize("NFC", str(path))
 
 
-def refuse_unread(folders: Mapping[Path, Collection[str]]) -> None:
-    """Raise DatasetError for captions in a form that is not read and would be lost.
+def check_caption_files(folders: Mapping[Path, Collection[str]]) -> None:
+    """Check that no captions are in an unsupported file, because they would be lost silently.
 
-    folders: names of the files in each. Where metadata.jsonl or text files have captions too, a
-    table beside them may be for something else.
+    folders: names of the files in each directory. If metadata.jsonl or text files hold captions
+    too, a table next to them may have another purpose. Raises DatasetError.
     """
     for folder, names in folders.items():
         table = next((name for name in names if name in UNREAD), None)
         if table and not any(n == METADATA_FILES or n.endswith(SUFFIXES) for n in names):
             raise DatasetError(
-                f"{folder / table} is not read: write it as {METADATA_FILES}, one "
-                '{"file_name": "a.jpg", "text": "a bottle"} a line, or move it away.'
+                f"{folder / table} is not read: convert it to {METADATA_FILES}, one "
+                '{"file_name": "a.jpg", "text": "a bottle"} per line, or move it elsewhere.'
             )
 
 
 def caption_of(image: Path, listing: Listing) -> str | None:
-    """The image's caption; None when it has none anywhere. Raises DatasetError."""
+    """Return the image's caption, or None if it has none. Raises DatasetError."""
     listed = listing.entries.get(image)
     if listed is not None and listed.caption is not None:
         return listed.caption
     for suffix in SUFFIXES:
-        for beside in (image.with_suffix(suffix), image.with_name(image.name + suffix)):
-            if beside.is_file():
-                return " ".join(read_text(beside).split())
+        for file in (image.with_suffix(suffix), image.with_name(image.name + suffix)):
+            if file.is_file():
+                return " ".join(read_text(file).split())
     return None
 
 
 def category_of(image: Path, folder: Path, listing: Listing) -> str:
-    """What metadata says, else the first folder below ``folder``; empty for an image on top."""
+    """Return the image's category.
+
+    Args:
+        image: Path of the image.
+        folder: The dataset's directory.
+        listing: All metadata.
+
+    Returns:
+        The category in the metadata, else the first directory below ``folder``, else "".
+    """
     listed = listing.entries.get(image)
     if listed is not None and listed.category is not None:
         return listed.category
@@ -166,7 +186,10 @@ def category_of(image: Path, folder: Path, listing: Listing) -> str:
 
 
 def read_text(file: Path) -> str:
-    """UTF-8 text, a byte-order mark removed. Raises DatasetError with the byte's offset."""
+    """Read UTF-8 text without its byte-order mark.
+
+    Raises DatasetError with the offset of a byte that is not UTF-8.
+    """
     try:
         content = file.read_bytes()
         return content.decode("utf-8").removeprefix("\ufeff")

@@ -1,4 +1,4 @@
-"""What a caption becomes before the text encoders read it: a prefix, and tags in another order."""
+"""Caption transforms before the text encoders: a prefix, and shuffled tags."""
 
 import numpy as np
 
@@ -6,16 +6,19 @@ from kubelora_api.dataset_spec import Captions
 
 
 def prefixed(caption: str, settings: Captions) -> str:
-    """The caption behind its prefix; either alone where the other is empty."""
+    """Put the prefix in front of the caption; return either alone if the other is empty."""
     if not settings.prefix:
         return caption
     return f"{settings.prefix}{settings.separator} {caption}" if caption else settings.prefix
 
 
 def training_caption(caption: str, settings: Captions, tags_seed: int) -> str:
-    """The caption as it is trained on.
+    """Transform a caption as it is trained on.
 
-    tags_seed: decides the order of the tags behind the kept ones, and nothing else does.
+    Args:
+        caption: The image's caption.
+        settings: The job's ``dataset.captions``.
+        tags_seed: Seed that alone determines the order of the shuffled tags.
     """
     if settings.shuffle_tags:
         caption = _shuffled(caption, settings, tags_seed)

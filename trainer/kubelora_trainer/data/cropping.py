@@ -1,4 +1,4 @@
-"""Cropping: from a decoded image to a training image of a bucket's size."""
+"""Cropping of a decoded image to a training image of a bucket's size."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,11 @@ from kubelora_trainer.data.images import LATENT_PIXELS
 class SizeConditions:
     """SDXL's micro-conditioning (Podell et al. 2023, sec. 2.2), as (height, width) in pixels.
 
-    original_size: of the upright file. crop_top_left: (top, left) of the cut in the resized image,
-    in its mirror image where that is what the pixels show. target_size: of the cut.
+    Attributes:
+        original_size: Size of the upright file.
+        crop_top_left: (top, left) of the crop in the resized image, or in its mirror image if the
+            pixels are mirrored.
+        target_size: Size of the crop.
     """
 
     original_size: tuple[int, int]
@@ -25,9 +28,13 @@ class SizeConditions:
 
 @dataclass(frozen=True)
 class TrainingImage:
-    """A cut of an image. pixels: fp32 (3, height, width) in [-1, 1].
+    """A crop of an image.
 
-    mask: fp32 (1, height / 8, width / 8) in [0, 1], of each latent's share of the loss, or None.
+    Attributes:
+        pixels: fp32 (3, height, width) in [-1, 1].
+        sizes: Size conditioning.
+        mask: fp32 (1, height / 8, width / 8) in [0, 1], each latent element's weight in the loss,
+            or None.
     """
 
     pixels: torch.Tensor
@@ -38,10 +45,18 @@ class TrainingImage:
 def size_conditions(
     width: int, height: int, target: Size, across: float, down: float
 ) -> SizeConditions:
-    """Where ``cut_image`` cuts an image of that size, without its pixels."""
-    whole = covering_size(width, height, target)
-    left = int(across * (whole.width - target.width + 1))
-    top = int(down * (whole.height - target.height + 1))
+    """Compute where ``cut_image`` crops an image of that size, without its pixels.
+
+    Args:
+        width: Width of the image.
+        height: Height of the image.
+        target: Training size.
+        across: Horizontal position of the crop in [0, 1).
+        down: Vertical position of the crop in [0, 1).
+    """
+    resized = covering_size(width, height, target)
+    left = int(across * (resized.width - target.width + 1))
+    top = int(down * (resized.height - target.height + 1))
     return SizeConditions((height, width), (top, left), (target.height, target.width))
 
 
@@ -54,19 +69,25 @@ def cut_image(
     mirrored: bool = False,
     mask: Image.Image | None = None,
 ) -> TrainingImage:
-    """Resize the image until it just covers ``target`` and cut ``target`` out of it.
+    """Resize the image until it just covers ``target`` and crop ``target`` out of it.
 
-    across, down: where the cut lies, each in [0, 1): uniform numbers give uniform crops.
-    mirrored: left and right are swapped; the crop's offset is then that in the mirrored image.
-    mask: opacity of the image's size, cut alike; each latent gets the mean over its 8 x 8 pixels.
-    The cut alone is resampled (Lanczos), so that a panorama costs no more than a square.
+    Only the crop is resampled (Lanczos), so that a panorama costs no more than a square.
+
+    Args:
+        image: Upright RGB image.
+        target: Training size.
+        across: Horizontal position of the crop in [0, 1); uniform numbers give uniform crops.
+        down: Vertical position of the crop, likewise.
+        mirrored: Swap left and right; the crop's offset is then that in the mirrored image.
+        mask: Opacity in the image's size, cropped alike; each latent element gets the mean over its
+            8 x 8 pixels.
     """
     sizes = size_conditions(image.width, image.height, target, across, down)
-    whole = covering_size(image.width, image.height, target)
+    resized = covering_size(image.width, image.height, target)
     top, left = sizes.crop_top_left
-    # The cut in the file as it is; in its mirror image the same pixels begin at ``left``.
-    begin = whole.width - target.width - left if mirrored else left
-    scale_x, scale_y = image.width / whole.width, image.height / whole.height
+    # Offset in the unmirrored file; in the mirror image the same pixels begin at ``left``.
+    begin = resized.width - target.width - left if mirrored else left
+    scale_x, scale_y = image.width / resized.width, image.height / resized.height
     box = (
         begin * scale_x,
         top * scale_y,

@@ -1,4 +1,4 @@
-"""The images and captions that a run trains on, each read when it is needed."""
+"""The images and captions that a run trains on, each read on demand."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from kubelora_api import dataset_spec
 from kubelora_trainer.data.caption_transforms import prefixed, training_caption
 from kubelora_trainer.data.cropping import SizeConditions, TrainingImage, cut_image, size_conditions
 from kubelora_trainer.data.images import BadImageError, decode_image
-from kubelora_trainer.data.preflight import Sample, Tick, preflight, refuse
+from kubelora_trainer.data.preflight import Sample, Tick, check_report, preflight
 from kubelora_trainer.data.preflight_report import PreflightReport
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder, groups_of
 from kubelora_trainer.data.sources import SourceFolder
@@ -18,16 +18,24 @@ from kubelora_trainer.data.token_limits import CaptionLimit
 from kubelora_trainer.utils.errors import DatasetError
 
 CENTER = 0.5
-"""A cut at half the way lies in the middle."""
+"""Position of a centered crop, in [0, 1)."""
 _LEAVE_ALONE = (
-    "Leave the dataset alone during a run; once it is put back, the run goes on from its last "
+    "Do not change the dataset during a run; restore the file, and the run resumes from its last "
     "checkpoint."
 )
 
 
 @dataclass(frozen=True)
 class View:
-    """A part of a sample. across, down: in [0, 1). sizes: what the model is told of it."""
+    """One crop of a sample.
+
+    Attributes:
+        sample: Index of the sample.
+        across: Horizontal position in [0, 1).
+        down: Vertical position in [0, 1).
+        mirrored: True if left and right are swapped.
+        sizes: Size conditioning of the model.
+    """
 
     sample: int
     across: float
@@ -38,7 +46,7 @@ class View:
 
 @dataclass(frozen=True)
 class ImageDataset:
-    """Usable samples of all sources, in the order of their names in each."""
+    """Usable samples of all sources, sorted by name within each source."""
 
     samples: tuple[Sample, ...]
     settings: dataset_spec.Dataset
@@ -48,22 +56,22 @@ class ImageDataset:
         return len(self.samples)
 
     def digest(self) -> str:
-        """sha256 of all that is trained on: images, captions, categories, repeats, weights."""
+        """Hash (sha256) all that is trained on: images, captions, categories, repeats, weights."""
         digest = hashlib.sha256()
         for s in self.samples:
-            told = [s.sha256, s.caption, s.category, s.repeats, s.loss_weight, s.use_prefix]
-            digest.update(json.dumps(told).encode() + b"\n")
+            hashed = [s.sha256, s.caption, s.category, s.repeats, s.loss_weight, s.use_prefix]
+            digest.update(json.dumps(hashed).encode() + b"\n")
         return digest.hexdigest()
 
     def order(self, seed: int, batch_size: int) -> SampleOrder:
-        """The order of the samples in micro-batches of one training size each."""
+        """Build the order of the samples, in micro-batches of one training size each."""
         entries = [i for i, sample in enumerate(self.samples) for _ in range(sample.repeats)]
         sizes = [self.samples[sample].size for sample in entries]
         groups = tuple(tuple(entries[e] for e in group) for group in groups_of(sizes))
         return SampleOrder(seed, len(entries), batch_size, groups)
 
     def view(self, draw: SampleDraw) -> View:
-        """Which part of which sample a draw shows, and which way round."""
+        """Return the crop and orientation that a draw selects."""
         random = self.settings.crop == "random"
         entry = self.samples[draw.sample]
         across, down = (draw.across, draw.down) if random else (CENTER, CENTER)
@@ -76,7 +84,7 @@ class ImageDataset:
         )
 
     def fixed_views(self) -> Iterator[View]:
-        """Every view there can be of the samples whose crop is always the same."""
+        """Yield every possible view of the samples whose crop never varies."""
         flip = self.settings.flip
         ways = (flip == 1.0,) if flip in (0.0, 1.0) else (False, True)
         for sample, entry in enumerate(self.samples):
@@ -86,7 +94,7 @@ class ImageDataset:
                     yield View(sample, CENTER, CENTER, mirrored, sizes)
 
     def all_captions(self) -> list[str]:
-        """Every caption that is trained on while tags keep their order, each once."""
+        """List every distinct caption that is trained on, provided tags are not shuffled."""
         settings = self.settings
         captions = {prefixed(s.caption, self._captions_of(s)): None for s in self.samples}
         if settings.caption_dropout > 0:
@@ -94,7 +102,7 @@ class ImageDataset:
         return list(captions)
 
     def caption(self, draw: SampleDraw) -> str:
-        """The caption that a draw trains on: prefix and shuffled tags, or dropped."""
+        """Return the caption that a draw trains on: with prefix and shuffled tags, or dropped."""
         if draw.caption < self.settings.caption_dropout:
             return ""
         sample = self.samples[draw.sample]
@@ -105,9 +113,9 @@ class ImageDataset:
         return captions if sample.use_prefix else captions.model_copy(update={"prefix": ""})
 
     def image(self, view: View) -> TrainingImage:
-        """Pixels of a view.
+        """Load the pixels of a view.
 
-        Raises DatasetError when the file was changed or removed since preflight.
+        Raises DatasetError if the file was changed or removed since preflight.
         """
         entry = self.samples[view.sample]
         try:
@@ -117,9 +125,7 @@ class ImageDataset:
                 f"{entry.path} passed preflight, but now {error}. {_LEAVE_ALONE}"
             ) from error
         if decoded.sha256 != entry.sha256:
-            raise DatasetError(
-                f"{entry.path} is another file now than in preflight. {_LEAVE_ALONE}"
-            )
+            raise DatasetError(f"{entry.path} has changed since preflight. {_LEAVE_ALONE}")
         return cut_image(
             decoded.image,
             entry.size,
@@ -130,11 +136,11 @@ class ImageDataset:
         )
 
     def loss_weight(self, draw: SampleDraw) -> float:
-        """Weight of a draw's loss."""
+        """Return the weight of a draw's loss."""
         return self.samples[draw.sample].loss_weight
 
     def has_fixed_crop(self, sample: int) -> bool:
-        """Whether every crop of the sample is the same."""
+        """Return True if every crop of the sample is the same."""
         entry = self.samples[sample]
         return self.settings.crop == "center" or (
             entry.width * entry.size.height == entry.height * entry.size.width
@@ -150,12 +156,20 @@ def build_dataset(
     publish: Callable[[PreflightReport], None] = lambda report: None,
     extra: Sequence[SourceFolder] = (),
 ) -> ImageDataset:
-    """Check every image in ``folder`` and in ``extra`` and return what can be trained on.
+    """Check every image in ``folder`` and ``extra`` and return the usable ones.
 
-    publish: is given the report before anything is refused.
-    Raises DatasetError as ``preflight`` and ``refuse`` do.
+    Args:
+        folder: Directory of ``dataset.uri``.
+        settings: The job's ``spec.dataset``.
+        limits: Token limits of the text encoders.
+        tick: Progress callback.
+        publish: Called with the report, before any error is raised for it.
+        extra: Extra sources.
+
+    Raises:
+        DatasetError: See `preflight` and `check_report`.
     """
     samples, report = preflight(folder, settings, limits, tick, extra)
     publish(report)
-    refuse(report, settings.on_bad_image)
+    check_report(report, settings.on_bad_image)
     return ImageDataset(samples, settings, report)

@@ -1,4 +1,4 @@
-"""Which files a dataset's folder has: one answer for images, captions and tables alike."""
+"""File listing of a dataset's directory, shared by images, captions and tables."""
 
 import os
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from kubelora_trainer.utils.errors import DatasetError
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Files below ``folder``, hidden ones left out; linked folders are entered, once each.
+    """Yield the files below ``folder``, except hidden ones; follow links to each directory once.
 
-    Raises DatasetError for a folder that can't be read: its images would be missing silently.
+    Raises DatasetError for an unreadable directory: its images would be missing silently.
     """
 
     def refuse_unreadable(error: OSError) -> NoReturn:
         raise DatasetError(
-            f"{error.filename} can't be read: {error.strerror}. Let this user read it, or take it "
-            "out of the dataset."
+            f"{error.filename} can't be read: {error.strerror}. Give this user read access, or "
+            "remove it from the dataset."
         ) from error
 
     seen: set[str] = set()

@@ -1,7 +1,7 @@
-"""Turns an image file into upright 8-bit RGB and into a training image.
+"""Decoding of an image file to upright 8-bit RGB.
 
-One place decides what a usable image is; preflight and training both go through it, so that no file
-passes the one and fails the other.
+This module alone decides what a usable image is. Preflight and training both use it, so that no
+file passes one and fails the other.
 """
 
 import hashlib
@@ -19,34 +19,34 @@ READABLE = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", "
 OTHERS = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".tga", ".ppm", ".pgm", ".psd", ".exr", ".hdr")
 CAMERA_RAW = (".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw")
 IMAGE_SUFFIXES = frozenset(READABLE + OTHERS + CAMERA_RAW)
-"""What is taken for an image by its name, also where no decoder is at hand: it is then reported."""
+"""Suffixes of images, including formats without a decoder, which are then reported."""
 MAX_PIXELS = 300_000_000
-"""Above this a file is taken for an error: 300 megapixels are 900 MB of RGB."""
-Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is lower; sizes are judged below, before pixels
+"""Largest plausible image: 300 megapixels are 900 MB of RGB."""
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is lower; ours is checked before decoding
 WHITE = "#ffffff"
 LATENT_PIXELS = 8
-"""Edge in pixels of the square that one element of SDXL's latents stands for."""
-_OTHER_FORMAT = "which can't be read here: save it as PNG or JPEG"
+"""Edge in pixels of the square that one element of SDXL's latents represents."""
+_OTHER_FORMAT = "which is not supported: save it as PNG or JPEG"
 _UNREADABLE = (
     (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", f"a HEIC photograph, {_OTHER_FORMAT}"),
-    (rb".{4}ftyp", f"a film, {_OTHER_FORMAT}"),
+    (rb".{4}ftyp", f"a video, {_OTHER_FORMAT}"),
     (rb"\xff\x0a|\0\0\0\x0cJXL ", f"a JPEG XL image, {_OTHER_FORMAT}"),
-    (rb"II\*\0.{4}CR|II[RU]\0|FUJIFILMCCD-RAW", f"a camera's raw file, {_OTHER_FORMAT}"),
+    (rb"II\*\0.{4}CR|II[RU]\0|FUJIFILMCCD-RAW", f"a camera raw file, {_OTHER_FORMAT}"),
     (rb"%PDF", f"a PDF, {_OTHER_FORMAT}"),
     (rb"\s*(<\?xml.*)?<svg", f"an SVG drawing, {_OTHER_FORMAT}"),
-    (rb"\s*<(!doctype|html|head|\?xml)", "a web page, as when a download failed: fetch it again"),
+    (rb"\s*<(!doctype|html|head|\?xml)", "a web page, as after a failed download: download again"),
 )
-"""How files begin that people take for images, the more special ones first."""
+"""First bytes of files that are often mistaken for images, the more specific ones first."""
 AlphaUse = Literal["background", "mask"]
 _ORIENTATION = 0x0112
-"""EXIF's tag; 1 is upright."""
+"""EXIF tag; 1 is upright."""
 _TURNED = range(2, 9)
 _PHOTOMETRIC = 0x0106
-"""TIFF's tag; 0 is white for zero."""
+"""TIFF tag; 0 means that 0 is white."""
 
 
 class BadImageError(Exception):
-    """An image that can't be used.
+    """An image that cannot be used.
 
     The message is the reason, without the file's name; ``problem`` is its kind, in few words.
     """
@@ -58,7 +58,7 @@ class BadImageError(Exception):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a file is that a training image is not, and what was done about it."""
+    """A difference between a file and a training image, and how it was handled."""
 
     problem: str
     done: str
@@ -66,9 +66,13 @@ class Conversion:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """Upright RGB, what had to be done to it, and the SHA-256 of the file's bytes.
+    """A decoded image.
 
-    mask: 8 bits, the opacity of each pixel, where that weighs the loss; None where all count.
+    Attributes:
+        image: Upright RGB.
+        conversions: Conversions that were necessary.
+        sha256: SHA-256 of the file's bytes.
+        mask: 8-bit opacity of each pixel that weights the loss, or None if all pixels count.
     """
 
     image: Image.Image
@@ -80,10 +84,15 @@ class DecodedImage:
 def decode_image(
     path: Path, background: str = WHITE, alpha: AlphaUse = "background"
 ) -> DecodedImage:
-    """Read the whole file. Raises BadImageError with the reason.
+    """Read and decode a file.
 
-    background: colour, as #rrggbb, that transparent pixels are laid on.
-    alpha: whether transparency is the loss mask too.
+    Args:
+        path: The file.
+        background: Color, as #rrggbb, behind transparent pixels.
+        alpha: "mask" if transparency is also the loss mask.
+
+    Raises:
+        BadImageError: The file cannot be used.
     """
     try:
         content = path.read_bytes()
@@ -113,7 +122,8 @@ def _decode(content: bytes, background: str, alpha: AlphaUse) -> DecodedImage:
         frames = getattr(opened, "n_frames", 1)
         if frames > 1:
             conversions.append(Conversion("several frames", f"the first of {frames} is used"))
-        turned = opened.getexif().get(_ORIENTATION)  # of a TIFF, loading turns it and forgets
+        # Read before loading, which rotates a TIFF and drops the tag.
+        turned = opened.getexif().get(_ORIENTATION)
         opened.load()
         profile = opened.info.get("icc_profile")
         upright = ImageOps.exif_transpose(opened)
@@ -130,7 +140,7 @@ def _decode(content: bytes, background: str, alpha: AlphaUse) -> DecodedImage:
 
 
 def _loss_mask(upright: Image.Image) -> Image.Image | None:
-    """Opacity, 8 bits; None for an image that is opaque everywhere."""
+    """Return the opacity in 8 bits, or None for an opaque image."""
     opacity: Image.Image | None = None
     if upright.mode.startswith("I"):
         opacity = _opacity_of_16_bit(upright)
@@ -141,7 +151,7 @@ def _loss_mask(upright: Image.Image) -> Image.Image | None:
     if opacity.getextrema() == (0, 0):
         raise BadImageError(
             "wholly transparent",
-            "it is wholly transparent, so that nothing of it would count: see dataset.alpha",
+            "it is fully transparent, so none of it would count: see dataset.alpha",
         )
     return opacity
 
@@ -149,7 +159,7 @@ def _loss_mask(upright: Image.Image) -> Image.Image | None:
 def _to_rgb(
     image: Image.Image, profile: bytes | None, background: str
 ) -> tuple[Image.Image, list[Conversion]]:
-    """8-bit sRGB; what is transparent lies on ``background``."""
+    """Convert to 8-bit sRGB; transparent pixels show ``background``."""
     if image.mode.startswith("I"):
         grey = _from_16_bit(image)
         rgb, of_profile = _through_profile(grey, profile) if profile else (grey.convert("RGB"), [])
@@ -158,7 +168,7 @@ def _to_rgb(
     if image.mode == "F":
         raise BadImageError(
             "floating-point pixels",
-            "its pixels are floating-point numbers of unknown range: save 8 bits",
+            "its pixels are floating-point numbers of unknown range: save it with 8 bits",
         )
     conversions = _mode_conversions(image.mode)
     alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
@@ -173,24 +183,24 @@ def _to_rgb(
 
 
 def _laid_on(
-    rgb: Image.Image, alpha: Image.Image | None, background: str, told: list[Conversion]
+    rgb: Image.Image, alpha: Image.Image | None, background: str, conversions: list[Conversion]
 ) -> Image.Image:
-    """The image on the background colour where it is transparent, and that is told."""
+    """Composite a transparent image onto the background color and record the conversion."""
     if alpha is None or alpha.getextrema() == (255, 255):
         return rgb
-    told.append(Conversion("transparency", f"laid on {background}"))
+    conversions.append(Conversion("transparency", f"laid on {background}"))
     below = Image.new("RGB", rgb.size, ImageColor.getrgb(background))
     return Image.composite(rgb, below, alpha)
 
 
 def _is_negative(opened: Image.Image) -> bool:
-    """Whether a TIFF counts from white to black; Pillow turns 8 bits round, and not 16."""
+    """Return True for a white-is-zero TIFF; Pillow inverts those of 8 bits, but not of 16."""
     photometric = getattr(opened, "tag_v2", {}).get(_PHOTOMETRIC)
     return opened.format == "TIFF" and photometric == 0
 
 
 def _opacity_of_16_bit(image: Image.Image) -> Image.Image | None:
-    """Of a gray PNG one of whose values is transparent (its tRNS chunk)."""
+    """Return the opacity of a gray PNG with one transparent value (its tRNS chunk)."""
     clear = image.info.get("transparency")
     if not isinstance(clear, int):
         return None
@@ -213,11 +223,11 @@ def _mode_conversions(mode: str) -> list[Conversion]:
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:
-    """65,535 becomes 255 and everything between is scaled; PIL's own conversion would clip."""
+    """Scale 65,535 to 255; PIL's own conversion would clip."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise BadImageError(
-            "over 16 bits", "its pixels are integers beyond 16 bits: save 8 or 16 bits"
+            "over 16 bits", "its pixels are integers beyond 16 bits: save it with 8 or 16 bits"
         )
     return Image.fromarray(((values + 128) // 257).astype(np.uint8), mode="L")
 
@@ -232,7 +242,7 @@ def _through_profile(image: Image.Image, profile: bytes) -> tuple[Image.Image, l
         )
     except (ImageCms.PyCMSError, OSError, ValueError):
         return image.convert("RGB"), [Conversion("unusable colour profile", "ignored")]
-    if converted is None:  # only when converting in place
+    if converted is None:  # for the type checker: None only when converting in place
         return image.convert("RGB"), []
     return converted, [Conversion("colour profile", "converted to sRGB")]
 
@@ -247,6 +257,4 @@ def _unidentified(content: bytes) -> BadImageError:
     for begins, what in _UNREADABLE:
         if re.match(begins, content[:512], re.IGNORECASE | re.DOTALL):
             return BadImageError("not an image", f"it is {what}")
-    return BadImageError(
-        "not an image", "it is not an image, or one of a format that can't be read here"
-    )
+    return BadImageError("not an image", "it is not an image, or its format is not supported")

@@ -1,7 +1,7 @@
-"""Tables of images (.parquet, .arrow) unpacked to a folder, so that all else reads plain files.
+"""Image tables (.parquet, .arrow), unpacked to a directory so that all else reads plain files.
 
-This is the layout of datasets on the Hugging Face Hub: a column with each image file's bytes, one
-with captions. Unpacked folders stay in the user's cache and are used again.
+This is the layout of datasets on the Hugging Face Hub: one column with the bytes of each image
+file, and one with captions. Unpacked directories stay in the user's cache and are reused.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from kubelora_trainer.utils.errors import DatasetError
 
 TABLES = (".parquet", ".arrow")
 ROWS = 64
-"""Rows in memory at a time: images of several MB each."""
+"""Rows in memory at a time, because each image may take several MB."""
 _MAGIC = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"GIF8", ".gif"))
 
 
-def has_tables_alone(place: Path) -> bool:
-    """Whether ``place`` is a table, or a folder with tables and without metadata.jsonl on top.
+def holds_only_tables(place: Path) -> bool:
+    """Return True for a table, or for a directory with tables and no metadata.jsonl at its top.
 
-    Raises DatasetError for a folder of both, rather than leave one kind out.
+    Raises DatasetError for a directory with both tables and images, rather than ignore one.
     """
     if place.is_file():
         return _is_table(place)
@@ -40,17 +40,23 @@ def has_tables_alone(place: Path) -> bool:
     if images:
         raise DatasetError(
             f"{place} holds {len(tables)} tables, such as {tables[0].name}, and {images} image "
-            "files: keep them apart and name both, one of them in dataset.extraSources"
+            "files: move them to separate folders and add one to dataset.extraSources"
         )
     return True
 
 
 def unpack_tables(place: Path, columns: Columns, cache: Path | None = None) -> Path:
-    """A folder with one file per row and a metadata.jsonl.
+    """Unpack tables to a directory with one file per row and a metadata.jsonl.
 
-    A row without image becomes an empty file, which preflight reports.
-    cache: where it goes; None takes the user's cache directory.
-    Raises DatasetError when columns are missing, of another kind, or the disk refuses.
+    A row without an image becomes an empty file, which preflight reports.
+
+    Args:
+        place: A table, or a directory of tables.
+        columns: The job's column names.
+        cache: Parent of the result; None is the user's cache directory.
+
+    Raises:
+        DatasetError: Columns are missing or of another type, or the disk refuses the write.
     """
     tables = _tables(place)
     target = (cache or cache_directory() / "tables") / _key(tables, columns)
@@ -63,7 +69,7 @@ def unpack_tables(place: Path, columns: Columns, cache: Path | None = None) -> P
     except OSError as error:
         raise DatasetError(
             f"the tables in {place} can't be unpacked to {target}: {error.strerror}; free some "
-            "space, or set XDG_CACHE_HOME to another place"
+            "space, or set XDG_CACHE_HOME to another directory"
         ) from error
     return target
 
@@ -79,7 +85,7 @@ def _is_table(file: Path) -> bool:
 
 
 def _key(tables: list[Path], columns: Columns) -> str:
-    """What was unpacked before is used while the tables' paths, sizes and times are the same."""
+    """Hash paths, sizes and times of the tables; an earlier result with the same key is reused."""
     facts = [
         (os.path.realpath(table), (stat := table.stat()).st_size, stat.st_mtime_ns)
         for table in tables
@@ -92,7 +98,7 @@ def _unpack(table: Path, number: int, columns: Columns, folder: Path) -> None:
     with (folder / METADATA_FILES).open("a", encoding="utf-8") as metadata:
         for row, (image, caption, category) in enumerate(_rows(table, columns)):
             suffix = next((s for magic, s in _MAGIC if image.startswith(magic)), ".png")
-            name = f"{number:05d}-{_told(table)}-row-{row:08d}{suffix}"
+            name = f"{number:05d}-{_slug(table)}-row-{row:08d}{suffix}"
             (folder / name).write_bytes(image)
             entry = {
                 "file_name": name,
@@ -102,8 +108,8 @@ def _unpack(table: Path, number: int, columns: Columns, folder: Path) -> None:
             metadata.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
-def _told(table: Path) -> str:
-    """The table's name, for reports on its rows, in characters and a length that any name takes."""
+def _slug(table: Path) -> str:
+    """Shorten the table's name to safe characters, for reports on its rows."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", table.stem)[:100]
 
 
@@ -126,13 +132,13 @@ def _rows(table: Path, columns: Columns) -> Iterator[tuple[bytes, str | None, st
                 )
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(
-            f"{table} can't be read: {error}; fetch it again (git lfs pull, if it is a pointer of "
-            "Git LFS)"
+            f"{table} can't be read: {error}; download it again (git lfs pull, if it is a Git LFS "
+            "pointer)"
         ) from error
 
 
 def _batches(table: Path, columns: Columns) -> Iterator[Any]:
-    """Record batches of the columns that there are. Raises DatasetError for no images."""
+    """Yield record batches of the columns that exist. Raises DatasetError without images."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -144,12 +150,12 @@ def _batches(table: Path, columns: Columns) -> Iterator[Any]:
     with pa.memory_map(str(table)) as content:
         try:
             reader = pa.ipc.open_file(content)
-            whole = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
         except pa.ArrowInvalid:  # the Hub's library writes streams
             content.seek(0)
-            whole = reader = pa.ipc.open_stream(content)
+            batches = reader = pa.ipc.open_stream(content)
         wanted = _wanted(table, reader.schema.names, columns)
-        for batch in whole:
+        for batch in batches:
             for start in range(0, batch.num_rows, ROWS):
                 yield batch.slice(start, ROWS).select(wanted)
 
@@ -175,8 +181,8 @@ def _bytes_of(value: object, table: Path, column: str) -> bytes:
     if isinstance(value, dict):
         if "bytes" not in value:
             raise DatasetError(
-                f"the column {column!r} of {table} is a struct of {', '.join(value)}, and image "
-                "files are looked for in a field 'bytes': see dataset.columns.image"
+                f"the column {column!r} of {table} is a struct of {', '.join(value)}, but image "
+                "files are expected in a field 'bytes': see dataset.columns.image"
             )
         value = value["bytes"]
     if value is None:

@@ -1,7 +1,7 @@
-"""Looks at every image before training starts, so that a bad one is found in the first minute.
+"""Check of every image before training starts, so that a bad one is found in the first minute.
 
-Every image of the folder is accounted for: found = used + skipped, and what was skipped is named
-with its reason, in the report and in preflight.json.
+Every image of the dataset is accounted for: found = used + skipped, and each skipped one is listed
+with its reason in the report and in preflight.json.
 """
 
 import os
@@ -21,9 +21,9 @@ from kubelora_trainer.data.caption_files import (
     as_on_disk,
     caption_of,
     category_of,
+    check_caption_files,
     read_listing,
-    refuse_absent,
-    refuse_unread,
+    require_fields,
 )
 from kubelora_trainer.data.caption_transforms import prefixed
 from kubelora_trainer.data.files import files_below
@@ -35,20 +35,29 @@ from kubelora_trainer.utils.errors import DatasetError
 from kubelora_trainer.utils.text import printable
 
 LITTLE_SEEN = 0.5
-"""A crop that shows less of its image than this is noted."""
+"""A remark is added if a crop shows less of its image than this."""
 LONG_CAPTION = "caption too long"
 DUPLICATE = "exact duplicate"
 Tick = Callable[[int, int], None]
-"""Told (done, of how many) as work goes on."""
+"""Progress callback: (done, total)."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """A usable image.
 
-    file: relative to the dataset, with slashes. width, height: upright, in pixels. size: what it
-    is trained at. category: empty for none. sha256: of the file's bytes. repeats: times an epoch
-    sees it. loss_weight: of its loss. use_prefix: whether its caption gets the prefix.
+    Attributes:
+        path: The file.
+        file: Path relative to the dataset, with slashes.
+        caption: The caption; empty for none.
+        width: Width after rotating upright, in pixels.
+        height: Height after rotating upright, in pixels.
+        size: Training size.
+        category: The category; empty for none.
+        sha256: SHA-256 of the file's bytes.
+        repeats: Times an epoch sees the image.
+        loss_weight: Weight of its loss.
+        use_prefix: True if its caption gets the prefix.
     """
 
     path: Path
@@ -65,7 +74,9 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Checked:
+    """The result for one image."""
+
     file: str
     source: str
     category: str
@@ -75,8 +86,8 @@ class _Judged:
 
 
 @dataclass(frozen=True)
-class _Judge:
-    """All that the judgement of one image needs to know."""
+class _Checker:
+    """The check of one image of a source."""
 
     source: SourceFolder
     settings: dataset_spec.Dataset
@@ -84,7 +95,7 @@ class _Judge:
     listing: Listing
     limits: tuple[CaptionLimit, ...]
 
-    def __call__(self, image: Path) -> _Judged:
+    def __call__(self, image: Path) -> _Checked:
         source = self.source
         file = printable(image.relative_to(source.folder).as_posix())
         if source.label:
@@ -94,12 +105,12 @@ class _Judge:
             sample, notes = self._usable(image, file, category)
         except BadImageError as error:
             problem = Remark(file, error.problem, printable(str(error)), "skipped")
-            return _Judged(file, source.label, category, None, problem, ())
-        return _Judged(file, source.label, category, sample, None, notes)
+            return _Checked(file, source.label, category, None, problem, ())
+        return _Checked(file, source.label, category, sample, None, notes)
 
     def _usable(self, image: Path, file: str, category: str) -> tuple[Sample, tuple[Remark, ...]]:
-        """The sample and remarks on it. Raises BadImageError."""
-        if why := _why_no_file(image):
+        """Return the sample and remarks on it. Raises BadImageError."""
+        if why := _missing_reason(image):
             raise BadImageError(*why)
         decoded = decode_image(image, self.settings.background, self.settings.alpha)
         width, height = decoded.image.size
@@ -134,14 +145,14 @@ class _Judge:
         if short < self.settings.min_short_edge:
             raise BadImageError(
                 "too small",
-                f"it has {width} x {height} pixels, and dataset.minShortEdge is "
+                f"it has {width} x {height} pixels, but dataset.minShortEdge is "
                 f"{self.settings.min_short_edge}",
             )
         limit = self.settings.max_aspect_ratio
         if limit is not None and long > limit * short:
             raise BadImageError(
                 "extreme aspect ratio",
-                f"it has {width} x {height} pixels, {long / short:.3g} to 1, and "
+                f"it has {width} x {height} pixels, {long / short:.3g} to 1, but "
                 f"dataset.maxAspectRatio is {limit:g}",
             )
 
@@ -171,13 +182,13 @@ class _Judge:
             yield Remark(file, LONG_CAPTION, detail, done)
 
 
-def _why_no_file(image: Path) -> tuple[str, str] | None:
-    """Problem and reason where there is no file of that name."""
+def _missing_reason(image: Path) -> tuple[str, str] | None:
+    """Return problem and reason if there is no file of that name."""
     try:
         if image.is_file():
             return None
         if image.is_symlink():
-            return "missing", f"it is a link to {image.readlink()}, which is not there"
+            return "missing", f"it is a link to {image.readlink()}, which does not exist"
         if image.exists():
             return "no file", "it is a folder or a device, not a file"
     except OSError as error:  # a name that is too long, a folder that may not be entered
@@ -192,54 +203,63 @@ def preflight(
     tick: Tick = lambda done, total: None,
     extra: Sequence[SourceFolder] = (),
 ) -> tuple[tuple[Sample, ...], PreflightReport]:
-    """Judge every image below ``folder``, then of ``extra``; samples come sorted by name in each.
+    """Check every image below ``folder``, then of ``extra``, sorted by name within each source.
 
-    limits: of the text encoders; without them captions are not counted. tick: may raise to stop.
-    Raises DatasetError when there is no image at all or metadata.jsonl can't be read; what
-    is wrong with images is in the report, see ``refuse``.
+    Args:
+        folder: Directory of ``dataset.uri``.
+        settings: The job's ``spec.dataset``.
+        limits: Token limits of the text encoders; without them, captions are not tokenized.
+        tick: Progress callback; it may raise to stop.
+        extra: Extra sources.
+
+    Returns:
+        The usable samples, and the report with the problems of all others; see `check_report`.
+
+    Raises:
+        DatasetError: There is no image at all, or metadata.jsonl cannot be read.
     """
     sizes = training_sizes(settings)
-    work: list[tuple[_Judge, Path]] = []
+    work: list[tuple[_Checker, Path]] = []
     others, orphans = 0, list[Remark]()
     for source in (SourceFolder(folder, repeats=settings.repeats), *extra):
         files = sorted(files_below(_existing(source)))
         images, listing = _images_of(files, source, settings)
-        judge = _Judge(source, settings, sizes, listing, limits)
-        work += [(judge, image) for image in images]
+        checker = _Checker(source, settings, sizes, listing, limits)
+        work += [(checker, image) for image in images]
         others += _others(files, images)
         orphans += _orphans(files, images, source)
-    drain_reports: list[_Judged] = []
+    checked: list[_Checked] = []
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         try:
             for one in pool.map(lambda pair: pair[0](pair[1]), work):
-                drain_reports.append(one)
-                tick(len(drain_reports), len(work))
+                checked.append(one)
+                tick(len(checked), len(work))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    drain_reports = _mark_duplicates(drain_reports, settings.on_duplicate)
-    samples = tuple(one.sample for one in drain_reports if one.sample)
-    return samples, _report(folder, settings.resolution, drain_reports, others, orphans)
+    checked = _mark_duplicates(checked, settings.on_duplicate)
+    samples = tuple(one.sample for one in checked if one.sample)
+    return samples, _report(folder, settings.resolution, checked, others, orphans)
 
 
 def _existing(source: SourceFolder) -> Path:
     if not source.folder.is_dir():
-        raise DatasetError(f"The dataset {source.folder} is no folder: see {source.field}.")
+        raise DatasetError(f"The dataset {source.folder} is not a folder: see {source.field}.")
     return source.folder
 
 
 def _images_of(
     files: list[Path], source: SourceFolder, settings: dataset_spec.Dataset
 ) -> tuple[list[Path], Listing]:
-    """Images among a source's files, and what metadata says of them."""
+    """Find the images among a source's files, and read their metadata."""
     folder = source.folder
-    beside: dict[Path, list[str]] = {}
+    by_folder: dict[Path, list[str]] = {}
     for file in files:
-        beside.setdefault(file.parent, []).append(file.name)
-    refuse_unread(beside)
+        by_folder.setdefault(file.parent, []).append(file.name)
+    check_caption_files(by_folder)
     metadata = [file for file in files if file.name == METADATA_FILES]
     listing = as_on_disk(read_listing(metadata, settings.columns), files)
-    refuse_absent(listing, settings.columns, folder, source.caption, source.category)
+    require_fields(listing, settings.columns, folder, source.caption, source.category)
     images = sorted(
         {file for file in files if file.suffix.lower() in IMAGE_SUFFIXES} | set(listing.entries)
     )
@@ -251,10 +271,10 @@ def _images_of(
     return images, listing
 
 
-def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
-    """Raise DatasetError when nothing is usable, or an image is bad and that means fail.
+def check_report(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
+    """Check that something is usable, and that no image is bad if ``on_bad_image`` is fail.
 
-    Duplicates that were left out on request are not bad.
+    Duplicates that were skipped on request are not bad. Raises DatasetError.
     """
     bad = [remark for remark in report.skipped if remark.problem != DUPLICATE]
     if not bad:
@@ -267,17 +287,17 @@ def refuse(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> No
     if on_bad_image == "fail":
         raise DatasetError(
             f"{len(bad)} of {report.found} images in {report.folder} can't be used: {listed}. "
-            "Repair or remove them, or set dataset.onBadImage: skip."
+            "Fix or remove them, or set dataset.onBadImage: skip."
         )
 
 
 def _mark_duplicates(
-    drain_reports: Sequence[_Judged], on_duplicate: Literal["keep", "skip"]
-) -> list[_Judged]:
-    """Note, or leave out, every sample whose bytes an earlier one has."""
+    checked: Sequence[_Checked], on_duplicate: Literal["keep", "skip"]
+) -> list[_Checked]:
+    """Report, or skip, every sample with the same bytes as an earlier one."""
     first: dict[str, str] = {}
     marked = []
-    for one in drain_reports:
+    for one in checked:
         if one.sample is None:
             marked.append(one)
             continue
@@ -303,7 +323,7 @@ def _others(files: list[Path], images: list[Path]) -> int:
 
 
 def _orphans(files: list[Path], images: list[Path], source: SourceFolder) -> Iterator[Remark]:
-    """Captions whose image may have been lost on the way here."""
+    """Report captions without an image, which may have been lost in a copy."""
     known = {image.with_suffix("") for image in images} | set(images)
     for file in files:
         if file.suffix in SUFFIXES and file.with_suffix("") not in known:
@@ -315,22 +335,22 @@ def _orphans(files: list[Path], images: list[Path], source: SourceFolder) -> Ite
 def _report(
     folder: Path,
     resolution: int,
-    drain_reports: list[_Judged],
+    checked: list[_Checked],
     other_files: int,
     orphans: Sequence[Remark],
 ) -> PreflightReport:
-    samples = [one.sample for one in drain_reports if one.sample]
-    skipped = tuple(one.problem for one in drain_reports if one.problem)
-    notes = (*(note for one in drain_reports for note in one.notes), *orphans)
-    found = Counter(one.category for one in drain_reports)
+    samples = [one.sample for one in checked if one.sample]
+    skipped = tuple(one.problem for one in checked if one.problem)
+    notes = (*(note for one in checked for note in one.notes), *orphans)
+    found = Counter(one.category for one in checked)
     used = Counter(sample.category for sample in samples)
-    found_in = Counter(one.source or str(folder) for one in drain_reports)
-    used_of = Counter(one.source or str(folder) for one in drain_reports if one.sample)
+    found_in = Counter(one.source or str(folder) for one in checked)
+    used_of = Counter(one.source or str(folder) for one in checked if one.sample)
     sizes = Counter(sample.size for sample in samples)
     return PreflightReport(
         folder=str(folder),
         resolution=resolution,
-        found=len(drain_reports),
+        found=len(checked),
         used=len(samples),
         skipped=skipped,
         notes=notes,

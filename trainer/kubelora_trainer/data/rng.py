@@ -11,12 +11,19 @@ Purpose = Literal[
 
 
 def draw_bits(seed: int, micro_step: int, slot: int, purpose: Purpose) -> int:
-    """64 bits, independent between any two different arguments (SHA-256)."""
+    """Draw 64 bits that are independent between any two different arguments (SHA-256).
+
+    Args:
+        seed: Seed of the run.
+        micro_step: Micro-step, from 0.
+        slot: Index within the micro-batch.
+        purpose: What the draw is for.
+    """
     return _hash(f"{purpose} {seed} {micro_step} {slot}")
 
 
 def uniform(bits: int) -> float:
-    """The 53 highest of 64 bits as a number in [0, 1)."""
+    """Convert the 53 highest of 64 bits to a number in [0, 1)."""
     return float((bits >> 11) * 2.0**-53)
 
 

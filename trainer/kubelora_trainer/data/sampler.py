@@ -1,13 +1,13 @@
-"""Which samples a micro-step sees, and every random number that goes with them.
+"""The samples of each micro-step, and every random number that goes with them.
 
-Each draw is a pure function of (seed, micro-step, slot): nothing is carried from one micro-step to
-the next. A run that resumes at micro-step n therefore draws exactly what the uninterrupted run
-drew, in the middle of a window too.
+Each draw is a pure function of (seed, micro-step, slot): no state is carried from one micro-step to
+the next. A run that resumes at micro-step n therefore draws exactly what an uninterrupted run would
+have drawn, even in the middle of a window.
 
 Windows: optimizer step k (from 0) sums the micro-steps k*K to (k+1)*K - 1, where K is
-gradientAccumulation. A window may span two epochs. Micro-batches are of one training size; the last
-of each size in an epoch may be smaller than the others, so that no image is dropped; losses are
-normalised by the samples seen.
+gradientAccumulation. A window may span two epochs. A micro-batch has one training size. The last
+one of each size in an epoch may be smaller, so that no image is dropped; losses are normalised by
+the number of samples actually seen.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,13 +21,19 @@ from kubelora_trainer.data.rng import Purpose, _generator, draw_bits, uniform
 
 @dataclass(frozen=True)
 class SampleDraw:
-    """One place of a micro-batch.
+    """One slot of a micro-batch.
 
-    sample: index into the dataset. across, down, timestep, caption, flip: uniform in [0, 1): where
-    the crop lies, how much noise there is, whether the caption is dropped (below captionDropout)
-    and whether the image is mirrored (below flip).
-    noise_seed, posterior_seed, tags_seed, offset_seed: for the generators of the noise, of the
-    VAE's posterior, of the order of tags and of the noise's offset.
+    Attributes:
+        sample: Index into the dataset.
+        across: Horizontal position of the crop, uniform in [0, 1) like all floats here.
+        down: Vertical position of the crop.
+        timestep: Noise level.
+        caption: The caption is dropped if this is below captionDropout.
+        flip: The image is mirrored if this is below flip.
+        noise_seed: Seed of the noise.
+        posterior_seed: Seed of the draw from the VAE's posterior.
+        tags_seed: Seed of the order of tags.
+        offset_seed: Seed of the noise offset.
     """
 
     sample: int
@@ -44,7 +50,7 @@ class SampleDraw:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Samples of an epoch (n), and where each micro-batch begins and ends among them (m)."""
+    """Samples of an epoch (n), and the start and end of each micro-batch among them (m)."""
 
     samples: np.ndarray
     begins: np.ndarray
@@ -55,8 +61,8 @@ class _Epoch:
 class SampleOrder:
     """The order of ``samples`` samples in micro-batches of ``batch_size``.
 
-    groups: samples that may share a micro-batch, as those of one training size; a sample that
-    stands in it twice is seen twice an epoch. None: all of them, once each.
+    groups: samples that may share a micro-batch, such as those of one training size. A sample
+    listed twice is seen twice per epoch. None: all samples, once each.
     """
 
     seed: int
@@ -67,12 +73,12 @@ class SampleOrder:
 
     @cached_property
     def micro_steps_per_epoch(self) -> int:
-        """Micro-batches in which every sample is seen once."""
+        """Number of micro-batches that cover every sample once."""
         sizes = [len(group) for group in self.groups] if self.groups else [self.samples]
         return sum(-(-size // self.batch_size) for size in sizes)
 
     def samples_of(self, micro_step: int) -> tuple[SampleDraw, ...]:
-        """Draws of a micro-step (from 0): ``batch_size`` of them, fewer at a group's end."""
+        """Return the draws of a micro-step (from 0): ``batch_size``, or fewer at a group's end."""
         number, position = divmod(micro_step, self.micro_steps_per_epoch)
         epoch = self._epoch(number)
         chosen = epoch.samples[epoch.begins[position] : epoch.ends[position]]
@@ -81,7 +87,7 @@ class SampleOrder:
         )
 
     def _epoch(self, number: int) -> _Epoch:
-        """The epoch's order: a pure function of (seed, number); two are kept."""
+        """Return the epoch's order, a pure function of (seed, number); two epochs are cached."""
         kept = self._kept.get(number)
         if kept is None:
             kept = self._shuffled(number)
@@ -101,7 +107,7 @@ class SampleOrder:
             ends.append(np.minimum(edges + self.batch_size, start + len(group)))
             start += len(group)
         first, last = np.concatenate(begins), np.concatenate(ends)
-        if len(groups) > 1:  # sizes come mixed, not one after the other
+        if len(groups) > 1:  # mix the training sizes instead of one after the other
             order = _generator(f"batches {self.seed} {number}").permutation(len(first))
             first, last = first[order], last[order]
         return _Epoch(np.concatenate(shuffled), first, last)
@@ -126,21 +132,21 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class Share:
-    """The micro-steps that one rank of several does: every ``size``-th of a window's.
+    """The micro-steps of one rank: every ``size``-th of a window.
 
-    A micro-batch is never split, so its samples, its draws and the weight of the window are the
-    same however many ranks there are. Some ranks have one more than others, or none.
+    A micro-batch is never split, so its samples, its draws and its weight in the window do not
+    depend on the number of ranks. Some ranks may have one micro-step more than others, or none.
     """
 
     rank: int
     size: int
 
     def of(self, micro_steps: range) -> range:
-        """This rank's micro-steps among those that a window still needs."""
+        """Select this rank's micro-steps among those that a window still needs."""
         return micro_steps[self.rank :: self.size]
 
     def after(self, micro_step: int, accumulation: int) -> int:
-        """The micro-step that this rank does after ``micro_step``."""
+        """Return the micro-step that this rank computes after ``micro_step``."""
         window_end = (micro_step // accumulation + 1) * accumulation
         following = micro_step + self.size
         return following if following < window_end else window_end + self.rank
@@ -150,13 +156,23 @@ ALL_MICRO_STEPS = Share(0, 1)
 
 
 def epoch_permutation(seed: int, epoch: int, samples: int, group: int = 0) -> np.ndarray:
-    """Order of a group's samples in an epoch: drawn from (seed, epoch, group) alone."""
+    """Shuffle a group's samples for an epoch.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Epoch, from 0.
+        samples: Number of samples of the group.
+        group: Index of the group.
+
+    Returns:
+        A permutation that depends only on (seed, epoch, group).
+    """
     of_group = f" group {group}" if group else ""
     return _generator(f"epoch {seed} {epoch}{of_group}").permutation(samples)
 
 
 def groups_of(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Indices with equal keys together, groups in the order of their first member."""
+    """Group the indices of equal keys, in the order of each group's first member."""
     groups: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
         groups.setdefault(key, []).append(index)

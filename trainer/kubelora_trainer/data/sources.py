@@ -1,20 +1,26 @@
-"""The folders that a dataset is made of, each with what holds for all its images."""
+"""The directories of a dataset, each with the settings that apply to all its images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kubelora_api import dataset_spec
-from kubelora_trainer.data.parquet_images import has_tables_alone, unpack_tables
+from kubelora_trainer.data.parquet_images import holds_only_tables, unpack_tables
 from kubelora_trainer.storage.uris import resolve_input
 
 
 @dataclass(frozen=True)
 class SourceFolder:
-    """A folder of images.
+    """A directory of images.
 
-    label: stands before its files' names in reports; empty for the only source. category, caption:
-    of all its images, of those without one.
+    Attributes:
+        folder: The directory.
+        label: Prefix of file names in reports; empty for ``dataset.uri``.
+        repeats: Times an epoch sees each image.
+        loss_weight: Weight of each image's loss.
+        category: Category of all its images, or None.
+        caption: Caption of images without one, or None.
+        use_prefix: True if captions get the prefix.
     """
 
     folder: Path
@@ -27,29 +33,38 @@ class SourceFolder:
 
     @property
     def field(self) -> str:
-        """The job's field that names the folder."""
+        """The job's field that sets the directory."""
         return "dataset.extraSources" if self.label else "dataset.uri"
 
 
-def open_folder(uri: str, columns: dataset_spec.Columns, mounts: Mapping[str, Path]) -> Path:
-    """The place as a folder of images; tables are unpacked. Raises DatasetError."""
+def resolve_folder(uri: str, columns: dataset_spec.Columns, mounts: Mapping[str, Path]) -> Path:
+    """Resolve ``uri`` to a directory of images; tables are unpacked.
+
+    Args:
+        uri: The dataset's location.
+        columns: The job's column names.
+        mounts: Local directory of each mounted URI.
+
+    Raises:
+        DatasetError: The dataset cannot be read.
+    """
     place = resolve_input(uri, mounts)
-    return unpack_tables(place, columns) if has_tables_alone(place) else place
+    return unpack_tables(place, columns) if holds_only_tables(place) else place
 
 
 def _columns_of(source: dataset_spec.Source, columns: dataset_spec.Columns) -> dataset_spec.Columns:
-    """A source with one category for all its images needs no column of them."""
+    """Restore the default category column if the source sets one category for all its images."""
     usual = dataset_spec.Columns().category
     return columns.model_copy(update={"category": usual}) if source.category else columns
 
 
-def open_extra_sources(
+def resolve_extra_sources(
     settings: dataset_spec.Dataset, mounts: Mapping[str, Path]
 ) -> tuple[SourceFolder, ...]:
-    """The dataset's extra sources, in their order. Raises DatasetError."""
+    """Resolve the dataset's extra sources, in their order. Raises DatasetError."""
     return tuple(
         SourceFolder(
-            folder=open_folder(source.uri, _columns_of(source, settings.columns), mounts),
+            folder=resolve_folder(source.uri, _columns_of(source, settings.columns), mounts),
             label=source.uri.rstrip("/"),
             repeats=source.repeats,
             loss_weight=source.loss_weight,

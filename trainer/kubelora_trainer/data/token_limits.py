@@ -1,7 +1,7 @@
-"""How many tokens a caption has for each text encoder, and which of its words are cut off.
+"""Token limits of the text encoders, and the text that a caption loses to them.
 
-CLIP's text encoders read 77 tokens, two of which mark beginning and end; the rest of a longer
-caption is never seen. That is no error, but its owner should know.
+CLIP's text encoders read 77 tokens, two of which mark start and end. The rest of a longer caption
+is never seen. That is not an error, but its owner should know.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import CLIPTokenizer
 
 SHOWN_CUTS = 60
-"""Characters of the cut text that a report shows."""
+"""Number of characters of the truncated text that a report shows."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class CaptionLimit:
-    """One text encoder's tokenizer. encoder: its name in the pipeline."""
+    """The tokenizer of one text encoder. encoder: its name in the pipeline."""
 
     encoder: str
     tokenizer: CLIPTokenizer
 
     def cut(self, caption: str) -> Cut | None:
-        """What is cut from ``caption``, or None when all of it is read."""
+        """Return what is truncated from ``caption``, or None if all of it is read."""
         tokenizer, limit = self.tokenizer, self.tokenizer.model_max_length
         tokens = tokenizer(caption, truncation=False, verbose=False).input_ids
         over = len(tokens) - limit
@@ -44,22 +44,22 @@ class CaptionLimit:
 
 
 def caption_limits(model: Path) -> tuple[CaptionLimit, ...]:
-    """Limits of the text encoders of the pipeline in ``model``.
+    """Load the token limits of the pipeline in ``model``.
 
-    Empty where it is no folder of a pipeline or has no tokenizers: loading it says so.
+    Returns nothing if it is not a pipeline or has no tokenizers: loading the model reports that.
     """
     limits = []
     for encoder, folder in (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2")):
         try:
             tokenizer = CLIPTokenizer.from_pretrained(model / folder, local_files_only=True)
-        except Exception:  # whatever is wrong with the model is told where it is loaded
+        except Exception:  # any problem of the model is reported where it is loaded
             return ()
         limits.append(CaptionLimit(encoder, tokenizer))
     return tuple(limits)
 
 
 def describe_cuts(cuts: Sequence[Cut]) -> tuple[str, str]:
-    """What was found and what is done, for the encoders that cut one caption."""
+    """Describe what was found and done, for the encoders that truncate one caption."""
     first = cuts[0]
     if len({(cut.tokens, cut.limit) for cut in cuts}) == 1:
         encoders = " and ".join(cut.encoder for cut in cuts)

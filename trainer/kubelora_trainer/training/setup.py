@@ -17,7 +17,7 @@ from kubelora_api.spec import Adapter, JobSpec, Model
 from kubelora_api.types import TextEncoder
 from kubelora_trainer.data.dataset import ImageDataset, build_dataset
 from kubelora_trainer.data.preflight_report import PreflightReport, report_text, write_report
-from kubelora_trainer.data.sources import open_extra_sources, open_folder
+from kubelora_trainer.data.sources import resolve_extra_sources, resolve_folder
 from kubelora_trainer.data.token_limits import caption_limits
 from kubelora_trainer.distributed.topology import SINGLE_RANK, RankInfo
 from kubelora_trainer.lora.adapter import AdapterModule, add_adapter
@@ -122,8 +122,8 @@ def build_training_inputs(
         progress(done, total)
 
     with at_once("while the data was fetched"):
-        folder = open_folder(spec.dataset.uri, spec.dataset.columns, mounts)
-        extra = open_extra_sources(spec.dataset, mounts)
+        folder = resolve_folder(spec.dataset.uri, spec.dataset.columns, mounts)
+        extra = resolve_extra_sources(spec.dataset, mounts)
     dataset = build_dataset(
         folder,
         spec.dataset,
