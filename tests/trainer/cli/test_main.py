@@ -154,7 +154,7 @@ def test_the_policy_rollback_records_what_it_left_out_and_fails_the_second_time(
 ) -> None:
     ended = train(*LOSING_UPDATES, "spec.training.steps=12", "spec.health.policy=Rollback")
     assert ended.exit_code == 3, ended.output
-    assert "went back from step 8 to the checkpoint of step 0 because of UpdatesLost" in (
+    assert "rolled back from step 8 to the checkpoint of step 0 because of UpdatesLost" in (
         ended.output
     )
     assert "already went back to step 0" in ended.output

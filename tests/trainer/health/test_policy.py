@@ -108,7 +108,7 @@ def test_rollback_returns_to_the_checkpoint_before_and_goes_on_with_unseen_data(
     assert position.rollback is not None
     assert (position.rollback.back_to, position.rollback.found_at) == (3, 4)
     assert position.rollback.skipped == (9, 15)
-    assert "left out the data of micro-steps 9 to 14" in engine.warnings[0]
+    assert "skipped the data of micro-steps 9 to 14" in engine.warnings[0]
 
     # The same as a run whose data never had those micro-batches.
     other = Engine(tmp_path / "other")

@@ -282,7 +282,7 @@ def test_a_second_ctrl_c_ends_at_once_and_tells_what_is_lost(
     terminal.press_ctrl_c()
     assert terminal.exit_code() == 130, terminal.seen
     os.close(hanging)
-    said = f"no checkpoint was saved since step {newest()}, from which the same command goes on"
+    said = f"no checkpoint was saved since step {newest()}, from which the same command resumes"
     assert said in terminal.seen
     assert terminal.seen.rindex("\x1b[?25h") > terminal.seen.rindex("\x1b[?25l"), "hidden cursor"
     assert "Traceback" not in terminal.seen
