@@ -278,7 +278,7 @@ def test_a_second_ctrl_c_ends_at_once_and_tells_what_is_lost(
     (tmp_path / "pipe").replace(manifest)
     hanging = os.open(manifest, os.O_WRONLY)
     terminal.press_ctrl_c()
-    terminal.until("Ctrl-C again ends at once")
+    terminal.until("press Ctrl-C again to stop now")
     terminal.press_ctrl_c()
     assert terminal.exit_code() == 130, terminal.seen
     os.close(hanging)

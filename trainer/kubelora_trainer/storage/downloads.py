@@ -46,7 +46,7 @@ def wanted_files(content: Content, variant: str | None) -> list[str] | None:
 
 
 def _weight_names(stem: str, variant: str | None) -> tuple[str, ...]:
-    """List names of single and sharded files; the variant may precede or follow the shard number."""
+    """List names of single and sharded files; with the variant before or after the number."""
     shard = "-?????-of-?????"
     if variant is None:
         return (
