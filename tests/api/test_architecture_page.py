@@ -1,4 +1,4 @@
-"""``docs/architecture.md`` has a line for each package, in the order that import-linter enforces."""
+"""``docs/architecture.md`` has a line for each package, in the order of import-linter's layers."""
 
 import re
 import tomllib
