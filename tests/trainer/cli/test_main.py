@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from kubelora_api.documents import parse_job
 from kubelora_api.report import FinalReport, RunReport
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.cli.main import main, stray_mounts
+from kubelora_trainer.cli.main import main, unused_mounts
 from tests.tiers.skips import not_applicable
 
 JOB = """\
@@ -300,16 +300,16 @@ def test_a_misspelt_claim_is_answered_with_the_jobs_own(
     refused = CliRunner().invoke(main, arguments)
     assert refused.exit_code == 2
     assert (
-        f"error: --mount dta={demo.photos}: the job names no claim 'dta'; did you mean 'data'? "
-        "Its claims are data, model, output; still to be named: --mount data=DIR"
+        f"error: --mount dta={demo.photos}: the job uses no claim 'dta'; did you mean 'data'? "
+        "Its claims are data, model, output; still missing: --mount data=DIR"
     ) in refused.output
 
 
 def test_a_mount_too_many_is_told_and_ends_nothing() -> None:
     job = parse_job(yaml.safe_load(JOB.replace("1e-3", "0.001")))
     folders = {name: Path("/x") for name in ("model", "data", "output", "spare")}
-    assert list(stray_mounts(folders, job)) == [
-        "--mount spare=/x: the job names no claim 'spare', so nothing is read from it"
+    assert list(unused_mounts(folders, job)) == [
+        "--mount spare=/x: the job uses no claim 'spare', so nothing is read from it"
     ]
 
 

@@ -140,7 +140,7 @@ def test_a_caption_that_is_not_utf8_is_its_images_problem_and_names_the_byte(
         ("[1]", "line 2: it needs a file_name"),
         ('{"text": "x"}', "line 2: it needs a file_name"),
         ('{"file_name": "a.png", "text": 5}', "line 2: text must be a string, not int"),
-        ('{"file_name": "../b.png"}', "line 2: file_name '../b.png' leaves"),
+        ('{"file_name": "../b.png"}', "line 2: file_name '../b.png' points outside"),
         ('{"file_name": "a.png", "text": "again"}', "line 2: a.png is listed a second time"),
         (
             '{"file_name": "b.png", "text": "\\ud83d"}',

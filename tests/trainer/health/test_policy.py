@@ -170,7 +170,7 @@ def test_a_run_cut_after_its_rollback_ends_with_the_same_bits(tmp_path: Path) ->
 def test_without_a_checkpoint_from_before_the_run_fails_with_a_sentence(tmp_path: Path) -> None:
     engine = Engine(tmp_path, policy=Health(policy="Rollback"))
     broken_at(engine, 10)
-    with pytest.raises(PolicyError, match="no checkpoint from before step 4 is left"):
+    with pytest.raises(PolicyError, match="there is no checkpoint from before step 4"):
         engine.train(every=100)
 
 

@@ -25,7 +25,7 @@ from kubelora_trainer.optim.precision import plan_precision
 from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import build_progress
 from kubelora_trainer.reporting.prometheus import Board, Exporter
-from kubelora_trainer.reporting.run_log import NoLog, RunLog, kept_to_the_end
+from kubelora_trainer.reporting.run_log import NoLog, RunLog, flush_on_error
 from kubelora_trainer.reporting.summary import RunSummary, summary_text
 from kubelora_trainer.reporting.trackers import build_trackers
 from kubelora_trainer.storage.input_fingerprints import assert_same_inputs
@@ -185,7 +185,7 @@ def _train_and_export(
         elif spec.health.policy == "Rollback":
             session.checkpoint(position)  # what a fault in the first steps can go back to
         parts = _parts(session)
-        with kept_to_the_end(run_log):
+        with flush_on_error(run_log):
             position = train(
                 parts,
                 run.process_group.adopt(position, buffers, parts.sums),

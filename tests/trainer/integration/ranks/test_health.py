@@ -145,7 +145,7 @@ def test_without_a_checkpoint_to_go_back_to_both_ranks_fail_alike(tmp_path: Path
     ends, _ = run_gang(2, work, tmp_path / "b")
     assert codes(ends) == {0: 3, 1: 3}
     for rank in (0, 1):
-        assert "no checkpoint from before step 4 is left" in said(tmp_path / "b", rank)
+        assert "there is no checkpoint from before step 4" in said(tmp_path / "b", rank)
         assert in_agreement(tmp_path / "b", rank)
 
 
