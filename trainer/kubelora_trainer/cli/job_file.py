@@ -112,7 +112,7 @@ class JobDocument:
         return str(metadata.get("name")) if isinstance(metadata, dict) else "no name"
 
     def located(self, problem: Problem) -> str:
-        """Format ``file:line: field: problem``, with the nearest parent's line for absent fields."""
+        """Format ``file:line: field: problem``; an absent field gets its parent's line."""
         field = problem.path
         while field and field not in self.lines:
             field = re.sub(r"(\.[^.\[]+|\[\d+\]|^[^.\[]+)$", "", field)
