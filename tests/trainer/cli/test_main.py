@@ -140,7 +140,7 @@ def test_the_policy_suspend_says_how_to_go_on_and_the_same_command_does(
     given = (*LOSING_UPDATES, "spec.training.steps=12", "spec.health.policy=Suspend")
     ended = train(*given)
     assert ended.exit_code == 5, ended.output
-    assert "To go on and accept what was found: kubelora" in ended.output
+    assert "To accept the finding and continue: kubelora" in ended.output
     manifest = tmp_path / "out" / "manifest.json"
     assert json.loads(manifest.read_text())["state"] == "Suspended"
     again = train(*given)

@@ -92,7 +92,7 @@ BEFORE_TRAINING = "nothing had been trained since the start"
         ("kubelora_trainer.training.setup.resolve_folder", "while the data was fetched"),
         (
             "kubelora_trainer.training.setup.build_dataset",
-            "while the data was looked at, 1 of 8 images",
+            "while the data was checked, 1 of 8 images",
         ),
         ("kubelora_trainer.training.setup.load_base_model", "while the model was read"),
         ("kubelora_trainer.training.rank_sync.resume", "at step 0 of 3; a checkpoint is saved"),
