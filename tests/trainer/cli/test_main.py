@@ -259,7 +259,7 @@ def test_an_empty_dataset_and_a_model_that_is_not_sdxl_are_refused(
     (tmp_path / "empty").mkdir()
     empty = train(mounts={"data": tmp_path / "empty"})
     assert empty.exit_code == 2, empty.output
-    assert "holds no images" in empty.output
+    assert "contains no images" in empty.output
     other = tmp_path / "other"
     shutil.copytree(demo.model, other)
     index = json.loads((other / "model_index.json").read_text())

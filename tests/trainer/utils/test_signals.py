@@ -89,7 +89,7 @@ BEFORE_TRAINING = "nothing had been trained since the start"
             f"while the model was fetched; {BEFORE_TRAINING}",
         ),
         ("kubelora_trainer.training.setup._model_folder", "while the model was fetched"),
-        ("kubelora_trainer.training.setup.resolve_folder", "while the data was fetched"),
+        ("kubelora_trainer.training.setup.resolve_dataset_folder", "while the data was fetched"),
         (
             "kubelora_trainer.training.setup.build_dataset",
             "while the data was checked, 1 of 8 images",

@@ -17,8 +17,8 @@ from kubelora_api.spec import Adapter, JobSpec, Model
 from kubelora_api.types import TextEncoder
 from kubelora_trainer.data.dataset import ImageDataset, build_dataset
 from kubelora_trainer.data.preflight_report import PreflightReport, report_text, write_report
-from kubelora_trainer.data.sources import resolve_extra_sources, resolve_folder
-from kubelora_trainer.data.token_limits import caption_limits
+from kubelora_trainer.data.sources import resolve_dataset_folder, resolve_extra_sources
+from kubelora_trainer.data.token_limits import load_token_limits
 from kubelora_trainer.distributed.topology import SINGLE_RANK, RankInfo
 from kubelora_trainer.lora.adapter import AdapterModule, add_adapter
 from kubelora_trainer.lora.init_from_lora import warm_start
@@ -131,14 +131,14 @@ def build_training_inputs(
         progress(done, total)
 
     with at_once("while the data was fetched"):
-        folder = resolve_folder(spec.dataset.uri, spec.dataset.columns, mounts)
+        folder = resolve_dataset_folder(spec.dataset.uri, spec.dataset.columns, mounts)
         extra = resolve_extra_sources(spec.dataset, mounts)
     dataset = build_dataset(
         folder,
         spec.dataset,
         extra=extra,
-        limits=caption_limits(model_folder),
-        tick=tick,
+        limits=load_token_limits(model_folder),
+        on_progress=tick,
         publish=publish,
     )
     with at_once("while the model was read"):
