@@ -58,7 +58,7 @@ def test_without_go(harness: Said, monkeypatch: Patch) -> None:
     for arguments in (("tool", "helm"), ("tool", "promtool")):
         said = harness(*arguments)
         assert "Go is not on the PATH" in said
-        assert "Install Go 1.25 or newer" in said
+        assert "Install Go 1.26 or newer" in said
 
 
 def test_an_unknown_tool_names_the_known_ones(harness: Said) -> None:

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.api.contract_documents import base
-
 from .harness.kubectl import Kubectl, KubectlError
-from .test_contract import CRD
 
 NO_STATUS = "error: .status.conditions accessor error: <nil> is of the type <nil>"
-COMPLETE = (
-    '{"status":{"conditions":[{"type":"Complete","status":"True","reason":"Done","message":"",'
-    '"lastTransitionTime":"2026-01-01T00:00:00Z"}]}}'
-)
+SIGNALS = """
+apiVersion: apiextensions.k8s.io/v1
+kind: CustomResourceDefinition
+metadata: {name: signals.test.kubelora.dev}
+spec:
+  group: test.kubelora.dev
+  names: {kind: Signal, plural: signals, singular: signal}
+  scope: Namespaced
+  versions:
+    - name: v1
+      served: true
+      storage: true
+      schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}}
+"""
+
+
+@pytest.fixture
+def signals(kubectl: Kubectl, namespace: str, tmp_path: Path) -> Iterator[Kubectl]:
+    """The test's namespace, in a cluster where a kind was defined a moment ago."""
+    (tmp_path / "crd.yaml").write_text(SIGNALS)
+    kubectl.define(tmp_path / "crd.yaml")
+    yield kubectl.within(namespace)
+    kubectl("delete", "-f", str(tmp_path / "crd.yaml"), "--wait=false")
 
 
 @pytest.fixture
@@ -54,21 +70,24 @@ def test_when_the_time_is_over_the_last_answer_is_in_the_message(
     assert NO_STATUS in str(e.value)
 
 
-def test_a_wait_begun_before_the_object_and_its_status_exist_ends_when_they_do(
-    kubectl: Kubectl, namespace: str
+def test_a_wait_begun_before_the_object_and_its_conditions_exist_ends_when_they_do(
+    signals: Kubectl,
 ) -> None:
-    """Both ends of the race, held open for a second each on the real API server."""
-    kubectl.define(CRD)
-    here = kubectl.within(namespace)
+    """Both ends of the race, held open for a second each on the real API server.
+
+    A new CustomResourceDefinition has the same status as this object: conditions that are null.
+    """
+    signal = {"apiVersion": "test.kubelora.dev/v1", "kind": "Signal", "metadata": {"name": "green"}}
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(here.wait_for, "condition=Complete", "ltj/bottles", seconds=60)
+        waiting = pool.submit(signals.wait_for, "condition=Lit", "signal/green", seconds=60)
         time.sleep(1)
-        here.create({**base(), "spec": {**base()["spec"], "suspend": True}})
-        refused = here.attempt("wait", "--for=condition=Complete", "ltj/bottles", "--timeout=10s")
-        assert "accessor error" in refused.stderr  # what kubectl does by itself
+        signals.create({**signal, "status": {"conditions": None}})
+        by_itself = signals.attempt("wait", "--for=condition=Lit", "signal/green", "--timeout=5s")
+        assert ".status.conditions accessor error" in by_itself.stderr
         time.sleep(1)
         assert not waiting.done()
-        here("patch", "ltj", "bottles", "--subresource=status", "--type=merge", "-p", COMPLETE)
+        lit = '{"status":{"conditions":[{"type":"Lit","status":"True"}]}}'
+        signals("patch", "signal", "green", "--type=merge", "-p", lit)
         waiting.result(60)
 
 

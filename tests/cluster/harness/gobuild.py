@@ -1,8 +1,8 @@
 """Build a tool family from its Go module and keep only the result.
 
-Each family gets a module of its own, because helm, CoreDNS, Prometheus and Kubernetes disagree
-about versions of what they share. Go's caches grow to gigabytes, so they live in the build folder
-and are removed after a success; after a failure they stay, and the next try goes on from there.
+Each family gets a module of its own, because Kubernetes disagrees with the others about versions of
+what they share. Go's caches grow to gigabytes, so they live in the build folder and are removed
+after a success; after a failure they stay, and the next try goes on from there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import HarnessError, tail
 from .locks import exclusive
 from .places import Places
 from .report import say
-from .tools import MONITORING_CRDS, ToolFamily, family_of, path_of
+from .tools import MONITORING_CRDS, ToolFamily, family_of, imports_of, path_of
 
 _REPLACED_BY_FOLDER = re.compile(r"^\s*(\S+) => \./staging/", re.MULTILINE)
 _DISK_GIB = 12  # Go's caches at the end of the largest family, with some room
@@ -57,27 +57,26 @@ def _build(places: Places, family: ToolFamily) -> None:
     log.write_text("")
     (folder / "go.mod").write_text(_go_mod(places, family, log))
     (folder / "go.sum").unlink(missing_ok=True)
-    packages = [_package(family, index) for index in range(len(family.programs))]
     if family.source:
         shutil.copytree(family.source, folder, dirs_exist_ok=True)
-    else:
-        tools = [f"{package}@{family.module_version}" for package in packages]
-        _go(places, family, log, ["get", "-tool", *tools])
+    if imports := imports_of(family):
+        _go(places, family, log, ["get", *imports])
     if family.generates:
         _generate(places, family, log)
     else:
-        for name, package in zip(family.programs, packages, strict=True):
-            _compile(places, family, log, name, package)
+        for name, package in zip(family.programs, family.packages, strict=True):
+            _compile(places, family, log, name, _path(family, package))
     say(f"built {family.name} in {time.monotonic() - started:.0f} s")
 
 
-def _package(family: ToolFamily, index: int) -> str:
-    package = family.packages[index]
+def _path(family: ToolFamily, package: str) -> str:
+    if family.source:
+        return f"./{package}"
     return family.module if package == "." else f"{family.module}/{package}"
 
 
 def _go_mod(places: Places, family: ToolFamily, log: Path) -> str:
-    lines = ["module kubelora.dev/tools", "", "go 1.24.0"]  # the first release with tool directives
+    lines = ["module kubelora.dev/tools", "", "go 1.24.0"]
     if family.staging_version:
         module = _download(places, family, log, family.module, family.module_version)
         for name in _REPLACED_BY_FOLDER.findall((module / "go.mod").read_text()):
@@ -98,21 +97,28 @@ def _compile(places: Places, family: ToolFamily, log: Path, name: str, package: 
         return
     aside = final.with_name(f".{name}.part")
     linker = " ".join(["-s", "-w", *(f"-X {variable}" for variable in family.variables)])
+    options = [*_compiler_options(family), "-ldflags", linker]
+    _go(places, family, log, ["build", *options, "-o", str(aside), package])
+    aside.rename(final)  # an interrupted build never leaves something that looks finished
+
+
+def _compiler_options(family: ToolFamily) -> list[str]:
+    """Options of `go build`, alike for all families, or what they share is compiled again.
+
+    Programs that run for some minutes are not worth the inliner, a fifth of the compiler's time;
+    nobody debugs them with DWARF tables.
+    """
     jobs = os.environ.get("KUBELORA_JOBS")
     limit = ["-p", jobs] if jobs else []
-    _go(
-        places,
-        family,
-        log,
-        ["build", *limit, "-trimpath", "-ldflags", linker, "-o", str(aside), package],
-    )
-    aside.rename(final)  # an interrupted build never leaves something that looks finished
+    tags = ["-tags", ",".join(family.tags)] if family.tags else []
+    return [*limit, *tags, "-trimpath", "-gcflags=all=-l -dwarf=false"]
 
 
 def _generate(places: Places, family: ToolFamily, log: Path) -> None:
     """Run controller-gen over the API module, from inside it: its packages resolve there alone."""
     generator = places.build / family.name / family.programs[0]
-    _go(places, family, log, ["build", "-o", str(generator), _package(family, 0)])
+    package = _path(family, family.packages[0])
+    _go(places, family, log, ["build", *_compiler_options(family), "-o", str(generator), package])
     source = _download(places, family, log, family.input_module, family.input_version)
     work = places.build / family.name / "source"
     shutil.rmtree(work, ignore_errors=True)
@@ -168,7 +174,6 @@ def _environment(places: Places, family: ToolFamily) -> dict[str, str]:
         "GOFLAGS": flags,
         "GOWORK": "off",
         "CGO_ENABLED": "0",
-        **dict(family.environment),
     }
 
 

@@ -57,7 +57,7 @@ def require_debian() -> None:
 def require_go() -> None:
     if not shutil.which("go"):
         raise HarnessError(
-            "Go is not on the PATH, and Kubernetes is built from source once. Install Go 1.25 or "
+            "Go is not on the PATH, and Kubernetes is built from source once. Install Go 1.26 or "
             "newer (https://go.dev/dl), or copy a filled cache to ~/.cache/kubelora."
         )
 

@@ -1,11 +1,14 @@
 """The tools the cluster and its tests need, one table, each built once and kept by version.
 
 To add a tool, add a `ToolFamily` here. Programs that share a Go module are one family: they are
-built together, because most of the cost is compiling what they share.
+built together, because most of the cost is compiling what they share. Families that agree about the
+versions of what they share (`resolved_together`) compile it once as well: helm, CoreDNS and
+Prometheus each contain the whole of Kubernetes' client.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,17 +34,32 @@ class ToolFamily:
     """`path.Name=value` strings for the linker, mostly versions that a plain build leaves empty."""
     staging_version: str = ""
     """Version of the modules that `module` replaces by folders of its own repository."""
-    environment: tuple[tuple[str, str], ...] = ()
+    tags: tuple[str, ...] = ()
+    """Build tags, which leave out what no test uses."""
+    resolved_together: bool = False
+    """Whether the versions of all that is imported are settled with the other such families."""
     generates: tuple[str, ...] = ()
     """Files that the family's program writes from `input_module`, kept instead of the program."""
     input_module: str = ""
     input_version: str = ""
     source: Path | None = None
-    """A folder of Go source kept beside this file, for a program of our own."""
+    """A folder of Go source next to this file, for a program of our own or a `main` of our own."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
         return self.generates or self.programs
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """What the go command is to find, each as ``package@version``."""
+        if not self.module_version:
+            return ()
+        if self.source:
+            text = (self.source / "main.go").read_text()
+            names = re.findall(rf'"({re.escape(self.module)}/[^"]+)"', text)
+        else:
+            names = [self.module if p == "." else f"{self.module}/{p}" for p in self.packages]
+        return tuple(f"{name}@{self.module_version}" for name in names)
 
     def folder(self, places: Places) -> Path:
         return places.binaries / f"{self.name}-{self.version}"
@@ -95,6 +113,7 @@ HELM = ToolFamily(
         f"helm.sh/helm/v3/pkg/lint/rules.k8sVersionMajor={_MAJOR}",
         f"helm.sh/helm/v3/pkg/lint/rules.k8sVersionMinor={_MINOR}",
     ),
+    resolved_together=True,
 )
 
 COREDNS = ToolFamily(
@@ -104,6 +123,9 @@ COREDNS = ToolFamily(
     module_version="v1.15.0",
     programs=("coredns",),
     packages=(".",),
+    # Its own main compiles in forty plugins, the clients of three clouds among them.
+    source=Path(__file__).parent / "coredns",
+    resolved_together=True,
 )
 
 PROMETHEUS = ToolFamily(
@@ -114,6 +136,9 @@ PROMETHEUS = ToolFamily(
     programs=("prometheus", "promtool"),
     packages=("cmd/prometheus", "cmd/promtool"),
     variables=("github.com/prometheus/common/version.Version=3.16.0",),
+    # Of the service discoveries, those of the clouds are two thirds of what there is to compile.
+    tags=("remove_all_sd", "enable_kubernetes_sd"),
+    resolved_together=True,
 )
 
 MONITORING_CRDS = ToolFamily(
@@ -143,6 +168,13 @@ PAUSE = ToolFamily(
 
 # In the order in which a cold machine should build them: the cluster's own first.
 FAMILIES = (KUBERNETES, PAUSE, COREDNS, HELM, PROMETHEUS, MONITORING_CRDS)
+
+
+def imports_of(family: ToolFamily) -> tuple[str, ...]:
+    """What the versions in a family's go.mod are settled for: the same for all that share them."""
+    if not family.resolved_together:
+        return family.imports
+    return tuple(name for other in FAMILIES if other.resolved_together for name in other.imports)
 
 
 def family_of(tool: str) -> ToolFamily:

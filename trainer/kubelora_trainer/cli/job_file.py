@@ -1,7 +1,7 @@
-"""Job files: from a path to a typed job, with file and line of every problem.
+"""Job files: from a path to a typed job, with the file and line of whatever is wrong.
 
-YAML is read as kubectl reads it, so that a file means the same on a laptop and on a cluster:
-``1e-4`` is a number, a date is text, and a duplicate key is an error.
+YAML is read as kubectl reads it, so that one file means the same on a laptop and on a cluster:
+``1e-4`` is a number, a date is text, and a key given twice is an error.
 """
 
 import re
@@ -22,29 +22,28 @@ from kubelora_trainer.utils.errors import ConfigurationError
 from kubelora_trainer.utils.paths import did_you_mean_path
 
 _MAX_BYTES = 3 * 1024 * 1024
-"""The API server's own limit."""
+"""The API server takes no larger object either."""
 _MAX_DIGITS = 400
 _SHOWN = 40
-"""Number of characters of a value that a message shows."""
+"""Characters of a value that a sentence shows."""
 _PATH = re.compile(r"[\w-]+(\[\d+\])*(\.[\w-]+(\[\d+\])*)*")
 
 
 class _KubernetesLoader(yaml.SafeLoader):
-    """A SafeLoader with Go's number syntax, no dates, no duplicate keys, and JSON's escapes."""
+    """SafeLoader with Go's idea of numbers, no dates, no duplicate keys, and JSON's characters."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Report a constructor's failure with the line of the value."""
+        """What the constructors make of digits and tags that do not fit together, with its line."""
         try:
             return super().construct_object(node, deep=deep)
         except (ValueError, KeyError, TypeError, AttributeError):
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(
-                problem=f"not a valid {kind}: {str(node.value)[:_SHOWN]!r}",
-                problem_mark=node.start_mark,
+                problem=f"no {kind}: {str(node.value)[:_SHOWN]!r}", problem_mark=node.start_mark
             ) from None
 
     def construct_scalar(self, node: yaml.Node) -> Any:
-        """Join surrogate pairs, by which JSON escapes characters beyond 16 bits, such as emoji."""
+        """JSON writes what is beyond 16 bits, as emoji are, as a pair of escapes: put together."""
         value = super().construct_scalar(node)  # type: ignore[arg-type]
         if not isinstance(value, str) or value.isascii():
             return value
@@ -95,10 +94,7 @@ _KubernetesLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 class JobDocument:
     """One document of a job file.
 
-    Attributes:
-        path: Path of the file.
-        document: Content.
-        lines: Line (from 1) of each field, by its path from the document's root.
+    lines: line (from 1) of each field, by its path from the document's root.
     """
 
     path: str
@@ -107,12 +103,12 @@ class JobDocument:
 
     @property
     def name(self) -> str:
-        """The job's name, as written."""
+        """The job's, as it stands there."""
         metadata = self.document.get("metadata")
         return str(metadata.get("name")) if isinstance(metadata, dict) else "no name"
 
     def located(self, problem: Problem) -> str:
-        """Format ``file:line: field: problem``; an absent field gets its parent's line."""
+        """``file:line: field: sentence``; an absent field is placed at its nearest parent."""
         field = problem.path
         while field and field not in self.lines:
             field = re.sub(r"(\.[^.\[]+|\[\d+\]|^[^.\[]+)$", "", field)
@@ -121,7 +117,7 @@ class JobDocument:
     def refuse(
         self, problems: Iterable[Problem], settings: Iterable[str] = ()
     ) -> ConfigurationError:
-        """Build an error with every problem on its own line, and the --set that caused it."""
+        """An error that tells every problem on a line of its own, and the setting it is from."""
         given = {setting.partition("=")[0]: setting for setting in settings}
         return ConfigurationError(
             "\n".join(
@@ -134,15 +130,15 @@ class JobDocument:
 
 
 def _setting_above(field: str, given: Iterable[str]) -> str | None:
-    """Return the --set path that is the field or one of its parents."""
+    """The path that was set and is the field, or holds it."""
     return next((p for p in given if f"{field}.".startswith((f"{p}.", f"{p}["))), None)
 
 
 def load_job_documents(path: str) -> list[JobDocument]:
-    """Load every LoraTrainingJob in the file at ``path`` (``-``: standard input).
+    """Every LoraTrainingJob in the file at ``path`` (``-``: standard input).
 
-    Objects of other kinds, which a file for kubectl may hold too, are skipped. Raises
-    ConfigurationError if the file cannot be read, is not YAML, or holds no such job.
+    Objects of other kinds, which a file for kubectl may hold too, are left out.
+    Raises ConfigurationError when the file can't be read, is not YAML, or holds no such job.
     """
     text = _read(path)
     found: list[JobDocument] = []
@@ -162,22 +158,17 @@ def load_job_documents(path: str) -> list[JobDocument]:
     if not jobs:
         kinds = ", ".join(str(d.document.get("kind")) for d in found) or "nothing"
         raise ConfigurationError(
-            f"{path}: no {names.KIND} in this file (found: {kinds}); start it with "
+            f"{path}: no {names.KIND} in this file (found: {kinds}); begin it with "
             f"'apiVersion: {names.API_VERSION}' and 'kind: {names.KIND}'"
         )
     return jobs
 
 
 def load_job(path: str, settings: Iterable[str] = (), *, local: bool = True) -> LoraTrainingJob:
-    """Load the only job of a file.
+    """The one job in a file, with ``settings`` (``spec.training.steps=10``) applied.
 
-    Args:
-        path: The file, or ``-`` for standard input.
-        settings: Overrides, such as ``spec.training.steps=10``.
-        local: Accept local paths where the cluster accepts only URIs.
-
-    Raises:
-        ConfigurationError: Lists every problem with file and line.
+    local: take paths of this machine where the cluster takes URIs alone.
+    Raises ConfigurationError with file and line of every problem.
     """
     documents = load_job_documents(path)
     if len(documents) > 1:
@@ -196,7 +187,7 @@ def load_job(path: str, settings: Iterable[str] = (), *, local: bool = True) -> 
 
 
 def check_paths(settings: Iterable[str]) -> None:
-    """Check that every override names an existing field. Raises ConfigurationError."""
+    """Raise ConfigurationError, with what was meant, for a setting of a field that there is not."""
     for setting in settings:
         path, equals, _ = setting.partition("=")
         wrong = wrong_path(path) if equals and _PATH.fullmatch(path) else None
@@ -205,10 +196,10 @@ def check_paths(settings: Iterable[str]) -> None:
 
 
 def apply_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of ``document`` with each ``path=value`` set; values are parsed as YAML.
+    """A copy of ``document`` with each ``path=value`` set; the value is read as YAML.
 
-    Paths start at the document's root; list items are ``[0]``. Missing parents are created. Raises
-    ConfigurationError if a setting has another form or descends into a scalar.
+    Paths start at the document's root; list items are ``[0]``. Missing groups are created.
+    Raises ConfigurationError when a setting has no such form or steps into a value.
     """
     changed = deepcopy(document)
     for setting in settings:
@@ -257,7 +248,7 @@ def _read(path: str) -> str:
 
 
 def _without_tabs(text: str) -> str:
-    """Replace tab indentation, which JSON allows and YAML does not."""
+    """JSON may be indented by tabs, which YAML takes for an error."""
     if not text.lstrip("\ufeff \t\r\n").startswith("{"):
         return text
     return re.sub(r"^[ \t]+", lambda indent: " " * len(indent[0]), text, flags=re.MULTILINE)
@@ -291,9 +282,9 @@ def _document(path: str, node: yaml.Node) -> JobDocument:
 def _collect_lines(
     node: yaml.Node, path: str, lines: dict[str, int], parents: frozenset[int]
 ) -> None:
-    """Record the line of every field; reject duplicate keys and aliases to a parent."""
+    """Note the line of every field. Raises on a key given twice and on an alias to a parent."""
     if id(node) in parents:
-        raise yaml.MarkedYAMLError(problem="an alias contains itself", problem_mark=node.start_mark)
+        raise yaml.MarkedYAMLError(problem="an alias holds itself", problem_mark=node.start_mark)
     parents = parents | {id(node)}
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
@@ -301,7 +292,7 @@ def _collect_lines(
             name = str(key.value)
             if name in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {name!r} appears twice", problem_mark=key.start_mark
+                    problem=f"the key {name!r} stands twice", problem_mark=key.start_mark
                 )
             seen.add(name)
             below = f"{path}.{name}" if path else name

@@ -1,4 +1,4 @@
-"""Dataset of images and captions that a run trains on, each read when it is needed."""
+"""The images and captions that a run trains on, each read on demand."""
 
 import hashlib
 import json
@@ -8,36 +8,34 @@ from pathlib import Path
 
 from kubelora_api import dataset_spec
 from kubelora_trainer.data.caption_transforms import prefixed, training_caption
-from kubelora_trainer.data.cropping import (
-    SizeConditions,
-    TrainingImage,
-    crop_image,
-    size_conditions,
-)
+from kubelora_trainer.data.cropping import SizeConditions, TrainingImage, cut_image, size_conditions
 from kubelora_trainer.data.images import BadImageError, decode_image
-from kubelora_trainer.data.preflight import (
-    OnProgress,
-    Sample,
-    preflight,
-    require_usable_images,
-)
+from kubelora_trainer.data.preflight import Sample, Tick, check_report, preflight
 from kubelora_trainer.data.preflight_report import PreflightReport
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder, groups_of
 from kubelora_trainer.data.sources import SourceFolder
-from kubelora_trainer.data.token_limits import TokenLimit
+from kubelora_trainer.data.token_limits import CaptionLimit
 from kubelora_trainer.utils.errors import DatasetError
 
 CENTER = 0.5
-"""Position of a crop in the middle of the image."""
-_DO_NOT_CHANGE = (
-    "Don't change the dataset during a run; once the file is restored, the run resumes from its "
-    "last checkpoint."
+"""Position of a centered crop, in [0, 1)."""
+_LEAVE_ALONE = (
+    "Do not change the dataset during a run; restore the file, and the run resumes from its last "
+    "checkpoint."
 )
 
 
 @dataclass(frozen=True)
 class View:
-    """Crop of a sample. across, down: in [0, 1). sizes: the model's size conditions."""
+    """One crop of a sample.
+
+    Attributes:
+        sample: Index of the sample.
+        across: Horizontal position in [0, 1).
+        down: Vertical position in [0, 1).
+        mirrored: True if left and right are swapped.
+        sizes: Size conditioning of the model.
+    """
 
     sample: int
     across: float
@@ -48,7 +46,7 @@ class View:
 
 @dataclass(frozen=True)
 class ImageDataset:
-    """Usable samples of all sources, in the order of their names in each."""
+    """Usable samples of all sources, sorted by name within each source."""
 
     samples: tuple[Sample, ...]
     settings: dataset_spec.Dataset
@@ -58,22 +56,22 @@ class ImageDataset:
         return len(self.samples)
 
     def digest(self) -> str:
-        """Return the sha256 of all that is trained on: images, captions, repeats, weights."""
+        """Hash (sha256) all that is trained on: images, captions, categories, repeats, weights."""
         digest = hashlib.sha256()
         for s in self.samples:
-            entry = [s.sha256, s.caption, s.category, s.repeats, s.loss_weight, s.use_prefix]
-            digest.update(json.dumps(entry).encode() + b"\n")
+            hashed = [s.sha256, s.caption, s.category, s.repeats, s.loss_weight, s.use_prefix]
+            digest.update(json.dumps(hashed).encode() + b"\n")
         return digest.hexdigest()
 
     def order(self, seed: int, batch_size: int) -> SampleOrder:
-        """Order the samples in micro-batches of one training size each."""
+        """Build the order of the samples, in micro-batches of one training size each."""
         entries = [i for i, sample in enumerate(self.samples) for _ in range(sample.repeats)]
         sizes = [self.samples[sample].size for sample in entries]
         groups = tuple(tuple(entries[e] for e in group) for group in groups_of(sizes))
         return SampleOrder(seed, len(entries), batch_size, groups)
 
     def view(self, draw: SampleDraw) -> View:
-        """Return the crop that a draw shows, and whether it is mirrored."""
+        """Return the crop and orientation that a draw selects."""
         random = self.settings.crop == "random"
         entry = self.samples[draw.sample]
         across, down = (draw.across, draw.down) if random else (CENTER, CENTER)
@@ -86,17 +84,17 @@ class ImageDataset:
         )
 
     def fixed_views(self) -> Iterator[View]:
-        """Yield all possible views of the samples whose crop is always the same."""
+        """Yield every possible view of the samples whose crop never varies."""
         flip = self.settings.flip
-        orientations = (flip == 1.0,) if flip in (0.0, 1.0) else (False, True)
+        ways = (flip == 1.0,) if flip in (0.0, 1.0) else (False, True)
         for sample, entry in enumerate(self.samples):
             if self.has_fixed_crop(sample):
                 sizes = size_conditions(entry.width, entry.height, entry.size, CENTER, CENTER)
-                for mirrored in orientations:
+                for mirrored in ways:
                     yield View(sample, CENTER, CENTER, mirrored, sizes)
 
     def all_captions(self) -> list[str]:
-        """List the distinct captions that are trained on, provided that tags aren't shuffled."""
+        """List every distinct caption that is trained on, provided tags are not shuffled."""
         settings = self.settings
         captions = {prefixed(s.caption, self._captions_of(s)): None for s in self.samples}
         if settings.caption_dropout > 0:
@@ -115,21 +113,20 @@ class ImageDataset:
         return captions if sample.use_prefix else captions.model_copy(update={"prefix": ""})
 
     def image(self, view: View) -> TrainingImage:
-        """Read the pixels of a view.
+        """Load the pixels of a view.
 
-        Raises:
-            DatasetError: The file was changed or removed since preflight.
+        Raises DatasetError if the file was changed or removed since preflight.
         """
         entry = self.samples[view.sample]
         try:
             decoded = decode_image(entry.path, self.settings.background, self.settings.alpha)
         except BadImageError as error:
             raise DatasetError(
-                f"{entry.path} passed preflight, but now {error}. {_DO_NOT_CHANGE}"
+                f"{entry.path} passed preflight, but now {error}. {_LEAVE_ALONE}"
             ) from error
         if decoded.sha256 != entry.sha256:
-            raise DatasetError(f"{entry.path} has changed since preflight. {_DO_NOT_CHANGE}")
-        return crop_image(
+            raise DatasetError(f"{entry.path} has changed since preflight. {_LEAVE_ALONE}")
+        return cut_image(
             decoded.image,
             entry.size,
             view.across,
@@ -143,7 +140,7 @@ class ImageDataset:
         return self.samples[draw.sample].loss_weight
 
     def has_fixed_crop(self, sample: int) -> bool:
-        """Return whether every crop of the sample is the same."""
+        """Return True if every crop of the sample is the same."""
         entry = self.samples[sample]
         return self.settings.crop == "center" or (
             entry.width * entry.size.height == entry.height * entry.size.width
@@ -154,29 +151,25 @@ def build_dataset(
     folder: Path,
     settings: dataset_spec.Dataset,
     *,
-    limits: tuple[TokenLimit, ...] = (),
-    on_progress: OnProgress = lambda done, total: None,
+    limits: tuple[CaptionLimit, ...] = (),
+    tick: Tick = lambda done, total: None,
     publish: Callable[[PreflightReport], None] = lambda report: None,
     extra: Sequence[SourceFolder] = (),
 ) -> ImageDataset:
-    """Check every image in ``folder`` and in ``extra``, and return what can be trained on.
+    """Check every image in ``folder`` and ``extra`` and return the usable ones.
 
     Args:
-        folder: The dataset's folder.
-        settings: ``dataset`` of the job.
-        limits: Token limits of the text encoders; without them captions are not checked.
-        on_progress: Called with (images checked, images in all); may raise to stop.
-        publish: Called with the report before an error is raised about it.
-        extra: Further source folders.
-
-    Returns:
-        The usable samples and the report.
+        folder: Directory of ``dataset.uri``.
+        settings: The job's ``spec.dataset``.
+        limits: Token limits of the text encoders.
+        tick: Progress callback.
+        publish: Called with the report, before any error is raised for it.
+        extra: Extra sources.
 
     Raises:
-        DatasetError: There are no usable images, a bad one where ``onBadImage`` is fail, or
-            metadata that can't be read.
+        DatasetError: See `preflight` and `check_report`.
     """
-    samples, report = preflight(folder, settings, limits, on_progress, extra)
-    publish(report)  # first, so that the report of a run that is refused can be read
-    require_usable_images(report, settings.on_bad_image)
+    samples, report = preflight(folder, settings, limits, tick, extra)
+    publish(report)
+    check_report(report, settings.on_bad_image)
     return ImageDataset(samples, settings, report)

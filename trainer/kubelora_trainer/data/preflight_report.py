@@ -1,4 +1,4 @@
-"""Preflight report, for people (a table) and for programs (preflight.json)."""
+"""The preflight report, for people (a table) and for programs (preflight.json)."""
 
 import io
 import json
@@ -13,14 +13,18 @@ from kubelora_trainer.utils.atomic_io import write_file
 
 TABLE_WIDTH = 120
 NAMED_FILES = 3
-"""Files that a row of the table names; preflight.json names all of them."""
+"""Number of files that a row of the table names; preflight.json names all."""
 
 
 @dataclass(frozen=True)
 class Remark:
-    """Problem of one file that a person should know about.
+    """Something about one file that its owner should know.
 
-    problem: its kind, in a few words. detail: what was found. done: what was done about it.
+    Attributes:
+        file: Path relative to the dataset.
+        problem: Kind of problem, in few words.
+        detail: What was found.
+        done: How it was handled.
     """
 
     file: str
@@ -31,7 +35,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class Count:
-    """Images of one category or training size."""
+    """Numbers of images of one category or source."""
 
     found: int
     used: int
@@ -39,13 +43,23 @@ class Count:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """Result of preflight.
+    """The result of preflight. Always found = used + len(skipped), otherwise ValueError.
 
-    found = used + len(skipped), always; ValueError otherwise.
-    skipped: the images that can't be used, each with its reason. sources: by folder or URI.
-    categories: by name, empty for images without one. sizes: used images by training size.
-    cut_captions: captions longer than a text encoder reads. other_files: neither images nor
-    captions.
+    Attributes:
+        folder: Directory of ``dataset.uri``.
+        resolution: The job's resolution.
+        found: Number of images found.
+        used: Number of images used.
+        skipped: Unusable images, each with its reason.
+        notes: Remarks on used images.
+        without_caption: Number of images with an empty caption.
+        upscaled: Number of images smaller than their training size.
+        duplicates: Number of exact duplicates.
+        cut_captions: Number of captions longer than a text encoder reads.
+        other_files: Number of files that are neither images nor captions.
+        sources: Counts by directory or URI.
+        categories: Counts by name; "" for images without one.
+        sizes: Number of used images by training size.
     """
 
     folder: str
@@ -69,17 +83,13 @@ class PreflightReport:
 
 
 def write_report(report: PreflightReport, path: Path) -> None:
-    """Write preflight.json atomically.
-
-    Raises:
-        OutputError: The disk refuses the write.
-    """
+    """Write preflight.json atomically. Raises OutputError."""
     text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
     write_file(path, text.encode())
 
 
 def report_text(report: PreflightReport) -> str:
-    """Format the counts, and a table with one row per kind of problem and what was done."""
+    """Format counts, and a table with one row per kind of problem and how it was handled."""
     lines = [
         f"data: {report.found} images found = {report.used} used + {len(report.skipped)} skipped"
         f" in {report.folder}"

@@ -1,1 +1,1 @@
-"""Reports of a run: metrics, progress, the run log, trackers and the summary."""
+"""What a run reports: metrics, progress, the run log, trackers and the summary."""

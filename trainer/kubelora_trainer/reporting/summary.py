@@ -1,4 +1,4 @@
-"""The closing summary of a run, for first-time users: is it healthy, and where are its files."""
+"""The last words of a run, for a person who has never seen one: is it healthy, where is what."""
 
 import shlex
 import sys
@@ -11,21 +11,10 @@ from kubelora_trainer.utils.text import duration_text
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Result of a finished run.
+    """What a finished run has to show.
 
-    Attributes:
-        name: The job's name.
-        steps: Optimizer steps done.
-        seconds: Wall time.
-        loss: Last loss.
-        health: Findings and verdict.
-        norm_range: Smallest and largest total gradient norm after the first steps.
-        adapter: Path of the adapter.
-        samples: Directory of sample images; None if there are none.
-        log: Path of the run log.
-        model: Path of the base model.
-        prompt: Prompt of the suggested command.
-        edge: Edge length of the suggested image, in pixels.
+    norm_range: least and largest total gradient norm after the first steps.
+    samples: None where none were drawn. edge: of an image to try, in pixels.
     """
 
     name: str
@@ -43,7 +32,7 @@ class RunSummary:
 
 
 def summary_text(summary: RunSummary) -> str:
-    """Format the summary as plain lines, with the next command last."""
+    """The summary as plain lines, the next command last."""
     loss = "" if summary.loss is None else f", last loss {summary.loss:.4f}"
     lines = [
         f"{summary.name}: {summary.steps} steps in {duration_text(summary.seconds)}{loss}",
@@ -56,12 +45,12 @@ def summary_text(summary: RunSummary) -> str:
     if summary.samples is not None:
         lines.append(f"  sample images  {summary.samples}")
     lines.append(f"  metrics log    {summary.log} (one row per step and module)")
-    lines += ["", "Next, generate an image with it:", next_command(summary)]
+    lines += ["", "Next, draw an image with it:", next_command(summary)]
     return "\n".join(lines)
 
 
 def health_text(health: HealthStatus) -> str:
-    """Format the verdict, and each finding's message."""
+    """The verdict and, where something was found, each finding's sentence."""
     meaning = {
         "Healthy": "Healthy: every gradient was finite, none vanished, every update arrived",
         "Unknown": "Unknown: the run was too short to judge",
@@ -75,7 +64,7 @@ def health_text(health: HealthStatus) -> str:
 
 
 def next_command(summary: RunSummary) -> str:
-    """Build a command that generates one image with the new adapter."""
+    """A command that draws one image with the new adapter."""
     return (
         f'  {interpreter()} -c "from diffusers import StableDiffusionXLPipeline as P; '
         f"p = P.from_pretrained('{summary.model}'); "
@@ -86,9 +75,9 @@ def next_command(summary: RunSummary) -> str:
 
 
 def interpreter() -> str:
-    """Return the Python that has diffusers, as a shell in the current directory finds it.
+    """The Python that has diffusers, as a shell in the current folder finds it.
 
-    A plain ``python`` would be another one unless the virtual environment is activated.
+    A plain ``python`` would be another one wherever the virtual environment is not activated.
     """
     python = Path(sys.executable)
     here = Path.cwd()
@@ -96,5 +85,5 @@ def interpreter() -> str:
 
 
 def _quoted(prompt: str) -> str:
-    """Keep only characters that are safe inside single quotes inside a shell's double quotes."""
+    """Safe inside single quotes inside double quotes of a shell."""
     return "".join(c for c in prompt if c.isalnum() or c in " ,.-")

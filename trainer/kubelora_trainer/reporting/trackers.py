@@ -1,7 +1,7 @@
 """TensorBoard, Weights & Biases and MLflow, through accelerate's trackers.
 
-Trackers are optional; the run log is the record. If a tracker fails (no network, no login, a full
-disk), the failure is reported once, that tracker is disabled, and the run continues.
+A tracker is a comfort, the run log is the record: whatever fails in one (no network, no login, a
+full disk) is told once, that tracker is left out from then on, and the run goes on.
 """
 
 import os
@@ -28,28 +28,28 @@ _MLFLOW_ENDS = {
     ExitCode.INTERRUPTED: "KILLED",
     ExitCode.HELD: "KILLED",
 }
-"""Status by exit code: a run that will resume has not failed."""
+"""What goes on later was not a failure."""
 
 
 class Tracker(Protocol):
-    """The interface of a tracker."""
+    """What is asked of a tracker."""
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Record numbers of an optimizer step."""
+        """Keep numbers of an optimizer step."""
 
     def log_images(self, paths: Sequence[Path], step: int) -> None:
-        """Record sample images, one per prompt."""
+        """Keep sample images, one a prompt."""
 
     def finish(self, exit_code: ExitCode) -> None:
-        """Flush, and record how the attempt ended."""
+        """Write what is not written yet, and how the attempt ended."""
 
 
 @dataclass
 class TensorBoard:
-    """Event files in the output directory.
+    """Event files in the output folder.
 
-    A new writer with ``purge_step`` makes TensorBoard drop the earlier writer's steps from there
-    on: those that are repeated after an interruption or a rollback.
+    A new writer tells its readers to drop the steps from ``purge_step`` on that an earlier one
+    wrote: those that come again after an interruption or a rollback.
     """
 
     open_writer: Callable[[int], Any]
@@ -58,13 +58,7 @@ class TensorBoard:
 
     @classmethod
     def open(cls, folder: OutputFolder, project: str, step: int) -> "TensorBoard":
-        """Start writing after ``step``; later steps of an earlier attempt are dropped.
-
-        Args:
-            folder: The output directory.
-            project: Name of the project.
-            step: Step that the run resumes from.
-        """
+        """Steps after ``step`` that an earlier attempt wrote are dropped."""
         place = folder.place(OutputPath.TENSORBOARD)
 
         def open_writer(done: int) -> Any:
@@ -87,15 +81,16 @@ class TensorBoard:
             self.tracker.log_images({f"samples/{number}": pixels}, step=step, dataformats="NHWC")
 
     def finish(self, exit_code: ExitCode) -> None:
-        """Close the writer; event files have no final status. See `Tracker`."""
+        """See `Tracker`. Event files know no end."""
         self.tracker.finish()
 
 
 @dataclass
 class WandB:
-    """A run of Weights & Biases; WANDB_MODE=offline keeps it only in the output directory.
+    """A run of Weights & Biases; WANDB_MODE=offline keeps it in the output folder alone.
 
-    reached: the newest step it holds. Steps cannot be removed, so repeated ones are ignored.
+    reached: the newest step that it holds; its steps can't be taken back, so one that comes again
+    is left as it is.
     """
 
     tracker: Any
@@ -103,13 +98,7 @@ class WandB:
 
     @classmethod
     def open(cls, folder: OutputFolder, project: str, step: int) -> "WandB":
-        """Resume the run of the same id. Offline, `wandb sync` joins the parts.
-
-        Args:
-            folder: The output directory.
-            project: Name of the project.
-            step: Step that the run resumes from.
-        """
+        """Goes on with the run of the same id. Offline, `wandb sync` puts the parts together."""
         tracker = WandBTracker(
             project,
             name=folder.job.metadata.name,
@@ -140,9 +129,9 @@ class WandB:
 
 @dataclass
 class MLflow:
-    """A run of MLflow, at MLFLOW_TRACKING_URI or in the output directory.
+    """A run of MLflow, at MLFLOW_TRACKING_URI or in the output folder.
 
-    reached: the newest step it holds; repeated steps are ignored.
+    reached: the newest step that it holds; a step that comes again is left as it is.
     """
 
     tracker: Any
@@ -150,21 +139,15 @@ class MLflow:
 
     @classmethod
     def open(cls, folder: OutputFolder, project: str, step: int) -> "MLflow":
-        """Resume the run of the same id.
-
-        Args:
-            folder: The output directory.
-            project: Name of the project.
-            step: Step that the run resumes from.
-        """
-        # By default MLflow retries for minutes, which would block a training step.
+        """Goes on with the run of the same id."""
+        # MLflow's own patience, minutes of retries, would be spent inside a training step.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         import mlflow
 
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if not place:
-            # MLflow discourages plain directories, but this one needs no server and no database.
+            # The folder needs no server and no database; this says that it is meant.
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
             place = folder.place(OutputPath.MLFLOW).as_uri()
         mlflow.set_tracking_uri(place)
@@ -206,16 +189,16 @@ _KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": 
 
 
 class TrackerSet:
-    """All trackers of a run; each is disabled at its first failure.
+    """All trackers of a run, each dropped at its first failure.
 
-    warn: called once for each tracker that fails.
+    warn: is told once for each tracker that fails.
     """
 
     def __init__(self, trackers: dict[str, Tracker], warn: Callable[[str], None]) -> None:
         self._trackers, self._warn = trackers, warn
 
     def log(self, numbers: StepNumbers) -> None:
-        """Record one optimizer step."""
+        """Keep one optimizer step."""
         values = {
             "loss": numbers.loss,
             "grad_norm": numbers.grad_norm,
@@ -225,12 +208,12 @@ class TrackerSet:
         self._each(lambda tracker: tracker.log(values, numbers.step))
 
     def log_samples(self, paths: Sequence[Path], step: int) -> None:
-        """Record the sample images of a step."""
+        """Keep the sample images of a step."""
         if paths:
             self._each(lambda tracker: tracker.log_images(paths, step))
 
     def finish(self, exit_code: ExitCode) -> None:
-        """Flush all trackers and record how the run ended; nothing is tracked afterwards."""
+        """Write what is not written yet and how it ended; nothing is tracked after it."""
         self._each(lambda tracker: tracker.finish(exit_code))
         self._trackers = {}
 
@@ -238,29 +221,23 @@ class TrackerSet:
         for name, tracker in list(self._trackers.items()):
             try:
                 do(tracker)
-            except Exception as error:  # no error of a tracker may end a run
+            except Exception as error:  # whatever a tracker raises, it must not end a run
                 del self._trackers[name]
                 self._warn(_sentence(name, error))
 
 
 def build_trackers(folder: OutputFolder, step: int, warn: Callable[[str], None]) -> TrackerSet:
-    """Build the trackers of ``spec.tracking``, without those that fail to start.
-
-    Args:
-        folder: The output directory.
-        step: Step that the run resumes from.
-        warn: Called with each warning.
-    """
+    """The trackers that ``spec.tracking`` names, those that can be opened. step: resumed from."""
     settings = folder.job.spec.tracking
     opened: dict[str, Tracker] = {}
     if settings.trackers:
-        PartialState()  # accelerate's loggers need it
+        PartialState()  # accelerate's trackers log, and its loggers ask which process this is
     for name in settings.trackers:
         try:
             opened[name] = _KINDS[name].open(folder, settings.project, step)
         except ImportError:
             warn(
-                f"tracking: {name} is not installed; continuing without it. To use it: "
+                f"tracking: {name} is not installed, so the run goes on without it: "
                 f"pip install {PACKAGES[name]}"
             )
         except Exception as error:
@@ -269,13 +246,13 @@ def build_trackers(folder: OutputFolder, step: int, warn: Callable[[str], None])
 
 
 def _identity(folder: OutputFolder, step: int) -> str:
-    """Return the run's id in W&B and MLflow: constant over attempts, new after a fresh start.
+    """The run's name in W&B and MLflow: the same over attempts, another after a new beginning.
 
-    The run id alone does not distinguish a run from the same job trained again after its output was
-    deleted: its steps would be appended to the old run, or dropped there.
+    The run id alone does not tell a run from the same job, trained anew after its output was
+    cleared away: its steps would be appended to the old run's, or dropped there.
     """
     if not folder.record.tracking_id:
-        # A resumed run without one was started by a version that used the run id.
+        # A run that goes on without one was begun by a version that named it by its run id.
         fresh = folder.run_id if step else f"{folder.run_id}-{secrets.token_hex(4)}"
         folder.record = folder.record.model_copy(update={"tracking_id": fresh})
         folder.write_manifest("Running")
@@ -283,7 +260,7 @@ def _identity(folder: OutputFolder, step: int) -> str:
 
 
 def _started(tracker: Any) -> Any:
-    # Only one process opens trackers, so accelerate need not filter by rank.
+    # One process alone opens trackers, so accelerate need not find out which one it is.
     tracker.main_process_only = False
     try:
         tracker.start()
@@ -301,4 +278,4 @@ def _opened(path: Path) -> Image.Image:
 
 def _sentence(name: str, error: Exception) -> str:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"tracking: {name} failed and is now disabled; continuing without it ({reason})"
+    return f"tracking: {name} failed and is left out from here on; the run goes on ({reason})"

@@ -1,4 +1,4 @@
-"""Context that the parts of a run share: the job, its environment, and its output to the user."""
+"""A run as its parts share it: the job, what surrounds it, and a way to say something."""
 
 import time
 from collections.abc import Mapping
@@ -19,15 +19,11 @@ from kubelora_trainer.utils.signals import StopRequest
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options from the command line and the pod's environment.
+    """What the command line and the pod's environment say beside the job.
 
-    Attributes:
-        mounts: Directory of each claim given by ``--mount``.
-        metrics_port: Port of the metrics server; None is the default.
-        attempt: The operator's attempt number; None outside a cluster.
-        termination_log: File of the pod's termination message.
-        resume_command: Command that resumes an interrupted run.
-        rank_info: This process among the ranks.
+    mounts: folder of each claim that ``--mount`` names. attempt: the operator's count, None
+    locally. resume_command: what to type to go on after an interruption. seat: the place of this
+    process among several ranks.
     """
 
     mounts: Mapping[str, Path]
@@ -39,14 +35,14 @@ class RunOptions:
 
     @property
     def in_pod(self) -> bool:
-        """True if an operator counts the attempts."""
+        """Whether an operator counts the attempts."""
         return self.attempt is not None
 
 
 class Run:
-    """A run in progress, and its output to the user.
+    """A run in progress: where it reports to, and what it says.
 
-    exported: artifacts already recorded as done, which no later failure undoes.
+    exported: what is recorded as done already; no later failure takes it back.
     """
 
     def __init__(
@@ -62,19 +58,19 @@ class Run:
 
     @property
     def first(self) -> bool:
-        """True on rank 0, which alone writes files."""
+        """Whether this is rank 0, which alone writes."""
         return self.options.rank_info.rank == 0
 
     def say(self, sentence: str) -> None:
-        """Print one line for the user or the pod's log."""
+        """One line for the person, or the pod's log."""
         self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, sentence: str) -> None:
-        """Print a warning."""
+        """A line that must not be missed."""
         self.say(f"warning: {sentence}")
 
     def warn_alone(self, sentence: str) -> None:
-        """Print a warning that may concern only this rank, even if it is not rank 0."""
+        """A warning that other ranks may have no reason for; here not rank 0 alone speaks."""
         if self.first:
             self.warn(sentence)
         else:

@@ -1,7 +1,7 @@
-"""Lifecycle of a run: serve metrics at its start, record and report its end.
+"""The lifecycle of a run: metrics are served at its start, its end is recorded and reported.
 
-Every way to end passes through `conclude`, including unexpected ones. Nothing here may hide the
-original error.
+Every way to end passes through `conclude`, unforeseen ones included; nothing here may hide the
+first error.
 """
 
 import hashlib
@@ -20,20 +20,14 @@ from kubelora_trainer.utils.errors import ConfigurationError, OutputError
 
 
 def first_report(folder: OutputFolder) -> RunReport:
-    """Build the status report of a run that has just started."""
+    """What is told before anything is known."""
     return RunReport(run_id=folder.run_id, attempt=folder.attempt, phase="Starting")
 
 
 def serve_metrics(run: Run, folder: OutputFolder, registry: CollectorRegistry) -> Exporter:
-    """Start the metrics server; in a pod only on the documented port.
+    """Begin to serve metrics; in a pod on the contract's port alone.
 
-    Args:
-        run: The run.
-        folder: The output directory.
-        registry: Registry of the metrics.
-
-    Raises:
-        ConfigurationError: The port is taken, in a pod.
+    Raises ConfigurationError where that port is taken.
     """
     options = run.options
     port = options.metrics_port
@@ -50,7 +44,7 @@ def serve_metrics(run: Run, folder: OutputFolder, registry: CollectorRegistry) -
     except OSError as error:
         raise ConfigurationError(
             f"the metrics port {port} can't be opened ({error.strerror}); another process of "
-            "this pod uses it"
+            "this pod holds it"
         ) from error
     if port not in (0, exporter.port):
         run.warn(f"port {port} is taken, so metrics are on port {exporter.port}")
@@ -59,14 +53,7 @@ def serve_metrics(run: Run, folder: OutputFolder, registry: CollectorRegistry) -
 
 
 def conclude(run: Run, code: ExitCode, message: str, artifacts: list[Artifact]) -> None:
-    """Record and report how the run ended, and let Prometheus scrape the final values.
-
-    Args:
-        run: The run.
-        code: Exit code.
-        message: Message for the user.
-        artifacts: Files of a finished run.
-    """
+    """Record how the run ended, tell it, and let Prometheus see the last numbers."""
     manifest_sha256 = _record(run, code, message)
     report = run.exporter.report if run.exporter else None
     final = FinalReport(
@@ -90,28 +77,28 @@ def conclude(run: Run, code: ExitCode, message: str, artifacts: list[Artifact]) 
     if run.options.termination_log is not None:
         _write_termination_message(run, run.options.termination_log, final)
     if run.exporter is not None:
-        _wait_for_last_scrape(run, run.exporter, code)
+        _let_prometheus_look(run, run.exporter, code)
 
 
-def _wait_for_last_scrape(run: Run, exporter: Exporter, code: ExitCode) -> None:
+def _let_prometheus_look(run: Run, exporter: Exporter, code: ExitCode) -> None:
     phases: dict[ExitCode, RunPhase] = {
         ExitCode.DONE: "Done",
         ExitCode.INTERRUPTED: "Stopping",
         ExitCode.HELD: "Stopping",
     }
     exporter.report = exporter.report.model_copy(update={"phase": phases.get(code, "Failed")})
-    if torch.cuda.is_initialized():  # other processes may need the memory while this one waits
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if exporter.last_scrape_budget() > 0 and not run.stop.requested:
-        run.say("waiting for Prometheus to scrape the final values")
+        run.say("waiting for Prometheus to scrape the last numbers")
         exporter.wait_for_scrape(lambda: run.stop.requested)
     exporter.close()
 
 
 def _record(run: Run, code: ExitCode, message: str) -> str | None:
-    """Write the manifest's state, unless it is Done, which was written with the artifacts.
+    """The manifest's state for every ending but Done, which is written with its artifacts.
 
-    A finished run stays Done, even if its upload failed afterwards.
+    What is Done stays so, also when a push failed after it.
     """
     if run.folder is None or not run.first:
         return None
@@ -123,7 +110,7 @@ def _record(run: Run, code: ExitCode, message: str) -> str | None:
         return _digest(run.folder.place(OutputPath.MANIFEST))
     try:
         return run.folder.write_manifest(states.get(code, "Failed"), message)
-    except OutputError:  # taken over, or the disk is full: report the original error
+    except OutputError:  # taken over, or the disk is full: the first sentence counts
         return None
 
 

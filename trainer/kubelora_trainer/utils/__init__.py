@@ -1,1 +1,1 @@
-"""General helpers: files, signals, text, errors."""
+"""Small parts without a domain: files, signals, text, errors."""

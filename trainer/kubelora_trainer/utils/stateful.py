@@ -1,7 +1,8 @@
-"""Interface of the components that a checkpoint saves.
+"""What a checkpoint carries, as its parts offer it.
 
-Everything with state that a resumed run needs (weights, optimizer, EMA, loss scaler) implements it.
-The checkpoint knows none of them by name; a new component needs only a name in `run.py`.
+Whatever has state that a resumed run needs (weights, optimizer, averaged weights, loss scaler) is
+a part; the checkpoint itself knows none of them by name. A part that is new to a run needs a name
+in `run.py` and nothing else here.
 """
 
 from collections.abc import Mapping
@@ -13,26 +14,26 @@ from kubelora_api.schema import JsonObject
 
 
 class Stateful(Protocol):
-    """State that is saved and restored bit for bit."""
+    """State that is saved and taken over again, to the bit."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the tensors to save, on any device, none sharing memory with another."""
+        """Tensors to save, on any device, none sharing memory with another."""
 
     def scalars(self) -> JsonObject:
-        """Return all other state as plain JSON, in which Python writes and reads floats exactly."""
+        """Whatever else, as plain JSON; Python writes and reads its floats exactly."""
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
-        """Restore saved state (tensors on the CPU).
+        """Take over what was saved (tensors on the CPU).
 
-        Raises ValueError before changing anything if it does not fit.
+        Raises ValueError, before anything is changed, where it does not fit.
         """
 
 
 def check_like(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless both have the same names, types and shapes."""
     if wanted.keys() != found.keys():
-        first = sorted(wanted.keys() ^ found.keys())[0]
-        raise ValueError(f"{first} is {'missing' if first in wanted else 'not known'}")
+        odd = sorted(wanted.keys() ^ found.keys())[0]
+        raise ValueError(f"{odd} is {'missing' if odd in wanted else 'not known'}")
     for name, like in wanted.items():
         tensor = found[name]
         if tensor.dtype != like.dtype or tensor.shape != like.shape:
