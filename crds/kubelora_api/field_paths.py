@@ -10,17 +10,8 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from kubelora_api.job import LoraTrainingJob
+from kubelora_api.schema import model_below
 from kubelora_api.suggestions import nearest, suggestion
-
-
-def model_below(annotation: object) -> type[BaseModel] | None:
-    """Return the model of a field's value or list items; None for a plain value."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        if found := model_below(argument):
-            return found
-    return None
 
 
 def field_names(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:

@@ -5,6 +5,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
+from kubelora_api.decides import Decides
 from kubelora_api.schema import LIST_ATOMIC, ApiModel, Rule
 from kubelora_api.types import Pattern, PatternItems
 
@@ -34,18 +35,26 @@ class DumpGradients(ApiModel):
     micro-batch, before they are accumulated.
     """
 
-    modules: Annotated[list[Pattern], Field(max_length=64), LIST_ATOMIC, PatternItems] = Field(
+    modules: Annotated[
+        list[Pattern],
+        Field(max_length=64),
+        LIST_ATOMIC,
+        PatternItems,
+        Decides("nothing", live=True),
+    ] = Field(
         default_factory=list,
         description="Regular expressions matched against the end of a module's or factor's name, "
         "such as attn2.to_k or to_q.lora_A. At most 64. Default: all modules.",
     )
-    when: DumpCondition = Field(
+    when: Annotated[DumpCondition, Decides("nothing", live=True)] = Field(
         "nonfinite",
         description="Condition for saving a gradient of a micro-batch: nonfinite (default: any NaN "
         "or infinite element), or comparisons of absmax, norm and zero_ratio with numbers, such as "
         "absmax < 1e-4 and absmax > 0.",
     )
-    budget: Annotated[str, Field(pattern=r"^[0-9]{1,6}(Ki|Mi|Gi)$", max_length=16)] = Field(
+    budget: Annotated[
+        str, Field(pattern=r"^[0-9]{1,6}(Ki|Mi|Gi)$", max_length=16), Decides("nothing", live=True)
+    ] = Field(
         "256Mi",
         description="Maximum number of bytes to save over the run, such as 64Mi or 2Gi; with "
         "several GPUs each may save an equal share. Default 256Mi.",

@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 from kubelora_api import names
+from kubelora_api.decides import where_all
 from kubelora_api.schema import ApiModel, Rule
-from kubelora_api.spec import IMMUTABLE_GROUPS, JobSpec
+from kubelora_api.spec import JobSpec
 from kubelora_api.status import JobStatus
 
 
@@ -45,20 +46,49 @@ def _name_is_legal(job: "LoraTrainingJob") -> bool:
     return len(name) <= names.NAME_MAX_LENGTH and bool(fullmatch(names.NAME_PATTERN, name))
 
 
-def _fixed_after_start(group: str) -> Transition:
+def _value_at(spec: JobSpec, path: str) -> object:
+    """Return the value of a field or group, None where it or a group above it is not set."""
+    value: object = spec.document()
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _unchanged_cel(path: str) -> str:
+    """Compare a field in both specs; one below a group may be absent, and the group too."""
+    if "." not in path:
+        return f"self.spec.{path} == oldSelf.spec.{path}"
+    parts = path.split(".")
+    prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    new, old = (
+        "(" + " && ".join(f"has({side}.spec.{prefix})" for prefix in prefixes) + ")"
+        for side in ("self", "oldSelf")
+    )
+    return f"({new} == {old} && (!{new} || self.spec.{path} == oldSelf.spec.{path}))"
+
+
+def _fixed_after_start(path: str) -> Transition:
     def unchanged(new: "LoraTrainingJob", old: "LoraTrainingJob") -> bool:
-        return bool(old.status.attempt < 1 or getattr(new.spec, group) == getattr(old.spec, group))
+        return bool(
+            old.status.attempt < 1 or _value_at(new.spec, path) == _value_at(old.spec, path)
+        )
 
     return Transition(
         cel="!has(oldSelf.status) || !has(oldSelf.status.attempt) || oldSelf.status.attempt < 1 "
-        f"|| self.spec.{group} == oldSelf.spec.{group}",
-        message=f"spec.{group}: cannot change once the job has started; create a new job instead",
-        path=f"spec.{group}",
+        f"|| {_unchanged_cel(path)}",
+        message=f"spec.{path}: cannot change once the job has started; create a new job instead",
+        path=f"spec.{path}",
         check=unchanged,
     )
 
 
-TRANSITIONS: tuple[Transition, ...] = tuple(_fixed_after_start(g) for g in IMMUTABLE_GROUPS)
+def transitions_of(spec: type[JobSpec]) -> tuple[Transition, ...]:
+    """Return a rule for each group, or else field, that may not change in a started job."""
+    fixed = where_all(spec, lambda decides: not decides.live)
+    return tuple(_fixed_after_start(path) for path in fixed)
+
+
+TRANSITIONS: tuple[Transition, ...] = transitions_of(JobSpec)
 
 
 class LoraTrainingJob(ApiModel):

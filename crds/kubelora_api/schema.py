@@ -93,3 +93,13 @@ def flatten(metadata: tuple[object, ...]) -> tuple[object, ...]:
 def metadata_of(info: FieldInfo) -> tuple[object, ...]:
     """Return the constraints, rules and extras of a field from anywhere in its annotation."""
     return flatten(tuple(info.metadata) + unwrap(info.annotation)[1])
+
+
+def model_below(annotation: object) -> type[BaseModel] | None:
+    """Return the model of a field's value or list items; None for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        if found := model_below(argument):
+            return found
+    return None

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from kubelora_api.dataset_spec import Dataset
+from kubelora_api.decides import Decides
 from kubelora_api.gradient_dump_spec import DumpGradients
 from kubelora_api.pod import PodTemplate
 from kubelora_api.schema import LIST_ATOMIC, MAP_ATOMIC, ApiModel, Rule
@@ -26,37 +27,40 @@ from kubelora_api.types import (
     TextEncoder,
 )
 
+_PIPELINE = Decides("pixels", "text", "weights", held_as=("model",))
+PredictionType = Literal["auto", "epsilon", "v_prediction"]
+
 
 class Model(ApiModel):
     """The base model to adapt: an SDXL pipeline in diffusers layout, or one file of weights."""
 
-    uri: InputPlace = Field(
+    uri: Annotated[InputPlace, _PIPELINE] = Field(
         description="Location of the pipeline: hf://org/repo[/path][@revision], pvc://claim/path "
         "or "
         "s3://bucket/prefix. Or a .safetensors file in SDXL's original layout, given by its name "
         "or "
         "as the only file in its directory."
     )
-    config: InputPlace | None = Field(
+    config: Annotated[InputPlace | None, _PIPELINE] = Field(
         None,
         description="For a single-file model: the pipeline that provides its configuration and "
         "tokenizers; from hf:// only those files are downloaded. Default "
         "hf://stabilityai/stable-diffusion-xl-base-1.0.",
     )
-    variant: Annotated[str, Field(min_length=1, max_length=32)] | None = Field(
+    variant: Annotated[str, Field(min_length=1, max_length=32), _PIPELINE] | None = Field(
         None, description="Variant of the weight files, such as fp16. Default: the plain files."
     )
-    vae: InputPlace | None = Field(
+    vae: Annotated[InputPlace | None, Decides("pixels", "weights", held_as=("model",))] = Field(
         None,
         description="VAE to use instead of the pipeline's own, such as "
         "hf://madebyollin/sdxl-vae-fp16-fix. Default: the pipeline's own.",
     )
-    prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
+    prediction_type: Annotated[PredictionType, Decides("weights")] = Field(
         "auto",
         description="What the UNet predicts: epsilon (the noise), v_prediction, or auto (default): "
         "as set in the model's scheduler.",
     )
-    zero_terminal_snr: bool = Field(
+    zero_terminal_snr: Annotated[bool, Decides("weights")] = Field(
         False,
         description="Whether to rescale the noise schedule so that its last step is pure noise, "
         "and to start sampling there. Requires a model that predicts v. Default false: the model's "
@@ -78,66 +82,73 @@ class Model(ApiModel):
 class Adapter(ApiModel):
     """The LoRA adapter: its target layers, rank and initialization."""
 
-    rank: Rank = Field(
+    rank: Annotated[Rank, Decides("weights", "norms")] = Field(
         16, description="Rank of the update, the width of lora_A. Default 16, 1 to 1024."
     )
-    alpha: Alpha | None = Field(
+    alpha: Annotated[Alpha | None, Decides("weights")] = Field(
         None,
         description="Scale: the update is multiplied by alpha / rank. Above 0. Default: the rank.",
     )
-    rs_lora: bool = Field(
+    rs_lora: Annotated[bool, Decides("weights")] = Field(
         False,
         description="Whether to multiply the update by alpha / sqrt(rank) (rank-stabilized LoRA), "
         "so that a large rank learns as fast as a small one. Default false.",
     )
-    dora: bool = Field(
+    dora: Annotated[bool, Decides("weights")] = Field(
         False,
         description="Whether to train DoRA: the magnitude of each output channel's weights is "
         "trained separately from their direction. It adds one parameter per channel, and time "
         "because norms are computed in every pass. The adapter is only exported in diffusers' "
         "format. Default false.",
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+    dropout: Annotated[float, Field(ge=0, lt=1), Decides("weights")] = Field(
         0.0,
         description="Fraction of the adapter's inputs, 0 to below 1, that is randomly set to zero "
         "in each training pass; the others are scaled up. Default 0.",
     )
-    targets: Literal["attention", "attention+feed_forward", "all_linear", "all"] = Field(
+    targets: Annotated[
+        Literal["attention", "attention+feed_forward", "all_linear", "all"],
+        Decides("weights", "norms"),
+    ] = Field(
         "attention",
         description="Layers of the UNet that get an adapter: attention (default: to_q, to_k, "
         "to_v, to_out.0), attention+feed_forward, all_linear (time and size embeddings too), or "
         "all (with convolutions).",
     )
-    text_encoders: Annotated[list[TextEncoder], Field(max_length=2), LIST_ATOMIC] = Field(
+    text_encoders: Annotated[
+        list[TextEncoder], Field(max_length=2), LIST_ATOMIC, Decides("text", "weights")
+    ] = Field(
         default_factory=list,
         description="Text encoders that get an adapter too: text_encoder (CLIP ViT-L), "
         "text_encoder_2 (OpenCLIP bigG), or both. With targets attention their q_proj, k_proj, "
         "v_proj and out_proj, else fc1 and fc2 too. Captions are then encoded in every step. "
         "Default: none.",
     )
-    target_patterns: Annotated[list[Pattern], Field(max_length=64), LIST_ATOMIC, PatternItems] = (
-        Field(
-            default_factory=list,
-            description="Instead of targets: regular expressions matched against the end of a "
-            "layer's name, over all linear layers and convolutions of the UNet. Default: none. At "
-            "most 64, of up to 256 characters.",
-        )
+    target_patterns: Annotated[
+        list[Pattern], Field(max_length=64), LIST_ATOMIC, PatternItems, Decides("weights", "norms")
+    ] = Field(
+        default_factory=list,
+        description="Instead of targets: regular expressions matched against the end of a "
+        "layer's name, over all linear layers and convolutions of the UNet. Default: none. At "
+        "most 64, of up to 256 characters.",
     )
-    rank_pattern: Annotated[dict[str, Rank], Field(max_length=64), MAP_ATOMIC, PatternKeys] = Field(
+    rank_pattern: Annotated[
+        dict[str, Rank], Field(max_length=64), MAP_ATOMIC, PatternKeys, Decides("weights", "norms")
+    ] = Field(
         default_factory=dict,
         description="Rank by module: keys are regular expressions matched against the end of a "
         "module's name, the first that matches wins over rank. Names in text encoders begin with "
         "text_encoder. or text_encoder_2.",
     )
-    alpha_pattern: Annotated[dict[str, Alpha], Field(max_length=64), MAP_ATOMIC, PatternKeys] = (
-        Field(default_factory=dict, description="Alpha by module, like rankPattern.")
-    )
-    init: Literal["kaiming", "gaussian", "orthogonal"] = Field(
+    alpha_pattern: Annotated[
+        dict[str, Alpha], Field(max_length=64), MAP_ATOMIC, PatternKeys, Decides("weights")
+    ] = Field(default_factory=dict, description="Alpha by module, like rankPattern.")
+    init: Annotated[Literal["kaiming", "gaussian", "orthogonal"], Decides("weights")] = Field(
         "kaiming",
         description="Initialisation of lora_A; lora_B starts at 0, so a fresh adapter changes "
         "nothing. kaiming (default), gaussian, or orthogonal (orthonormal rows).",
     )
-    from_: InputPlace | None = Field(
+    from_: Annotated[InputPlace | None, Decides("weights")] = Field(
         None,
         alias="from",
         description="Existing LoRA to start from, in diffusers' or kohya's format: a .safetensors "
@@ -150,7 +161,9 @@ class Adapter(ApiModel):
 class Health(ApiModel):
     """What to do when the telemetry finds something wrong."""
 
-    policy: Literal["Warn", "Suspend", "Fail", "Rollback"] = Field(
+    policy: Annotated[
+        Literal["Warn", "Suspend", "Fail", "Rollback"], Decides("nothing", live=True)
+    ] = Field(
         "Warn",
         description="Action on a critical finding. Warn (default): report it in status and "
         "metrics, "
@@ -159,7 +172,7 @@ class Health(ApiModel):
         "and fail the job. Rollback: return once to the last checkpoint before the finding and "
         "continue with data not used before; a second critical finding fails the job.",
     )
-    baseline: InputPlace | None = Field(
+    baseline: Annotated[InputPlace | None, Decides("nothing", live=True)] = Field(
         None,
         description="Output of an earlier good run (its output.uri) to compare with. Differences "
         "are logged and recorded in the manifest; gradient norms outside its range at the same "
@@ -173,19 +186,19 @@ class Health(ApiModel):
 class Validation(ApiModel):
     """Sample images, drawn with fixed seeds so that steps can be compared."""
 
-    every_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = Field(
+    every_steps: Annotated[int, Field(ge=1, le=10_000_000), Decides("samples")] | None = Field(
         None, description="Optimizer steps between samples. Default: only at the end."
     )
-    prompts: Annotated[list[Prompt], Field(max_length=16), LIST_ATOMIC] = Field(
+    prompts: Annotated[list[Prompt], Field(max_length=16), LIST_ATOMIC, Decides("samples")] = Field(
         default_factory=list, description="Prompts to draw, at most 16. Default: none."
     )
-    inference_steps: Annotated[int, Field(ge=1, le=1000)] = Field(
+    inference_steps: Annotated[int, Field(ge=1, le=1000), Decides("samples")] = Field(
         25, description="Denoising steps per image. Default 25."
     )
-    guidance_scale: Annotated[float, Field(ge=0, le=100)] = Field(
+    guidance_scale: Annotated[float, Field(ge=0, le=100), Decides("samples")] = Field(
         5.0, description="Classifier-free guidance. Default 5."
     )
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1), Decides("samples")] = Field(
         0, description="Seed of the initial noise. Default 0."
     )
 
@@ -193,10 +206,10 @@ class Validation(ApiModel):
 class Checkpoint(ApiModel):
     """Checkpoints that a run resumes from."""
 
-    every_steps: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+    every_steps: Annotated[int, Field(ge=1, le=10_000_000), Decides("nothing")] = Field(
         500, description="Optimizer steps between checkpoints. Default 500."
     )
-    keep: Annotated[int, Field(ge=1, le=1000)] = Field(
+    keep: Annotated[int, Field(ge=1, le=1000), Decides("nothing")] = Field(
         3, description="Number of newest checkpoints to keep. Default 3."
     )
 
@@ -204,23 +217,23 @@ class Checkpoint(ApiModel):
 class Output(ApiModel):
     """Location and format of the results."""
 
-    uri: OutputPlace = Field(
+    uri: Annotated[OutputPlace, Decides("nothing", resume="no")] = Field(
         description="Output directory, as pvc://claim/path. It must not be shared with another run."
     )
-    dtype: Literal["fp16", "bf16", "fp32"] = Field(
+    dtype: Annotated[Literal["fp16", "bf16", "fp32"], Decides("nothing")] = Field(
         "bf16",
         description="Data type of the exported adapter: bf16 (default: half the size, and the type "
         "that a bf16 run computes with), fp16 (half the size, three more bits, a narrow range) or "
         "fp32.",
     )
-    push: PushPlace | None = Field(
+    push: Annotated[PushPlace | None, Decides("nothing")] = Field(
         None,
         description="Where to upload the finished adapter and the manifest: s3://bucket/prefix "
         "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL) or hf://org/repo[@branch] "
         "(HF_TOKEN; a new repository is private). A failed upload is retried by the same job. "
         "Default: no upload.",
     )
-    replace_existing: bool = Field(
+    replace_existing: Annotated[bool, Decides("nothing")] = Field(
         False,
         description="Whether to delete another run's output found there. Default false: fail.",
     )
@@ -230,7 +243,10 @@ class Tracking(ApiModel):
     """Experiment trackers that receive each step's metrics and the sample images."""
 
     trackers: Annotated[
-        list[Literal["tensorboard", "wandb", "mlflow"]], Field(max_length=3), LIST_ATOMIC
+        list[Literal["tensorboard", "wandb", "mlflow"]],
+        Field(max_length=3),
+        LIST_ATOMIC,
+        Decides("nothing", live=True),
     ] = Field(
         default_factory=list,
         description="Any of tensorboard (event files in the output), wandb (WANDB_API_KEY, or "
@@ -238,24 +254,26 @@ class Tracking(ApiModel):
         "in the output); set variables in podTemplate.env. A failing tracker never ends a run. "
         "Default: none.",
     )
-    project: Annotated[str, Field(min_length=1, max_length=128, pattern="^[A-Za-z0-9._-]+$")] = (
-        Field(
-            "kubelora",
-            description="Project (wandb), experiment (mlflow) or directory (tensorboard) of the "
-            "runs. Letters, digits and . _ -, up to 128. Default kubelora.",
-        )
+    project: Annotated[
+        str,
+        Field(min_length=1, max_length=128, pattern="^[A-Za-z0-9._-]+$"),
+        Decides("nothing", live=True),
+    ] = Field(
+        "kubelora",
+        description="Project (wandb), experiment (mlflow) or directory (tensorboard) of the "
+        "runs. Letters, digits and . _ -, up to 128. Default kubelora.",
     )
 
 
 class Workers(ApiModel):
     """The pods of one attempt."""
 
-    nodes: Annotated[int, Field(ge=1, le=64)] = Field(
+    nodes: Annotated[int, Field(ge=1, le=64), Decides("order", resume="yes")] = Field(
         1,
         description="Number of pods, 1 to 64. They share model, data and output; several pods need "
         "claims that several nodes can mount (ReadWriteMany for the output). Default 1.",
     )
-    gpus_per_node: Annotated[int, Field(ge=0, le=16)] = Field(
+    gpus_per_node: Annotated[int, Field(ge=0, le=16), Decides("order", resume="yes")] = Field(
         1,
         description="GPUs per pod, its nvidia.com/gpu limit: 0 to 16. One process runs per GPU, "
         "and "
@@ -266,7 +284,7 @@ class Workers(ApiModel):
 class RestartPolicy(ApiModel):
     """Restarts of failed attempts. Interruptions and evictions do not count."""
 
-    max_restarts: Annotated[int, Field(ge=0, le=100)] = Field(
+    max_restarts: Annotated[int, Field(ge=0, le=100), Decides("nothing", live=True)] = Field(
         3, description="Maximum restarts after failures, 0 to 100. Default 3."
     )
 
@@ -296,11 +314,13 @@ class JobSpec(ApiModel):
     output: Output
     tracking: Tracking = Field(default_factory=Tracking)
     workers: Workers = Field(default_factory=Workers)
-    pod_template: PodTemplate = Field(default_factory=PodTemplate)
-    queue_name: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
-        None, description="Kueue LocalQueue that admits the job's pods."
+    pod_template: Annotated[PodTemplate, Decides("nothing", live=True)] = Field(
+        default_factory=PodTemplate
     )
-    suspend: bool = Field(
+    queue_name: (
+        Annotated[str, Field(min_length=1, max_length=63), Decides("nothing", live=True)] | None
+    ) = Field(None, description="Kueue LocalQueue that admits the job's pods.")
+    suspend: Annotated[bool, Decides("nothing", live=True)] = Field(
         False,
         description="Whether to stop the pods, which save a checkpoint first. Setting it back to "
         "false starts a new attempt from that checkpoint. Default false.",
@@ -335,17 +355,3 @@ class JobSpec(ApiModel):
             at="training",
         ),
     )
-
-
-IMMUTABLE_GROUPS: tuple[str, ...] = (
-    "model",
-    "dataset",
-    "adapter",
-    "training",
-    "precision",
-    "validation",
-    "checkpoint",
-    "output",
-    "workers",
-)
-"""Groups that determine the weights or their location: immutable after the first attempt starts."""

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from kubelora_api.decides import Decides
 from kubelora_api.schema import MAP_ATOMIC, ApiModel, Rule
 from kubelora_api.types import ComputeType, FloatType, PatternKeys
 
@@ -30,26 +31,26 @@ ScheduleName = Literal["constant", "linear", "cosine", "cosine_with_restarts", "
 class Schedule(ApiModel):
     """Schedule of the learning rate, in optimizer steps."""
 
-    name: ScheduleName = Field(
+    name: Annotated[ScheduleName, Decides("weights")] = Field(
         "constant",
         description="constant (default), linear, cosine, cosine_with_restarts or polynomial; all "
         "but constant decay to 0 at the last step, polynomial to endFactor.",
     )
-    warmup_steps: Annotated[int, Field(ge=0, le=10_000_000)] = Field(
+    warmup_steps: Annotated[int, Field(ge=0, le=10_000_000), Decides("weights")] = Field(
         0,
         description="Optimizer steps over which the rate rises linearly from 0. Default 0.",
     )
-    cycles: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+    cycles: Annotated[int, Field(ge=1, le=10_000), Decides("weights")] | None = Field(
         None,
         description="For cosine_with_restarts: number of decays from the peak rate to 0. "
         "Default 1.",
     )
-    power: Annotated[float, Field(gt=0, le=100)] | None = Field(
+    power: Annotated[float, Field(gt=0, le=100), Decides("weights")] | None = Field(
         None,
         description="For polynomial: exponent of the remaining fraction of steps, above 0, at most "
         "100. Default 1: linear.",
     )
-    end_factor: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+    end_factor: Annotated[float, Field(ge=0, lt=1), Decides("weights")] | None = Field(
         None,
         description="For polynomial: fraction of the peak rate at the last step, 0 to below 1. "
         "Default 0.",
@@ -68,52 +69,52 @@ class Optimizer(ApiModel):
     """The optimizer. Master weights and state are fp32; adamw8bit keeps its state in 8 bits.
     Settings that are unset take the optimizer's own default."""
 
-    name: OptimizerName = Field(
+    name: Annotated[OptimizerName, Decides("weights")] = Field(
         "adamw",
         description="adamw (default), adamw8bit (state in 8 bits, a quarter of the memory), "
         "adafactor (second moment by rows and columns, next to no memory), prodigy (finds its "
         "learning rate itself) or lion (moves by the sign of its momentum).",
     )
-    beta1: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+    beta1: Annotated[float, Field(ge=0, lt=1), Decides("weights")] | None = Field(
         None,
         description="Decay of the first moment, 0 to below 1; of lion: its share in the sign that "
         "is followed. Default 0.9; adafactor: 0, no first moment.",
     )
-    beta2: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+    beta2: Annotated[float, Field(ge=0, lt=1), Decides("weights")] | None = Field(
         None,
         description="Decay of the second moment, 0 to below 1; of lion: of its only moment. "
         "Default 0.999; lion: 0.99. adafactor has a schedule of its own.",
     )
-    eps: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    eps: Annotated[float, Field(gt=0, le=1), Decides("weights")] | None = Field(
         None,
         description="Above 0, at most 1. Added to the root of the second moment (prodigy: times "
         "its rate), default 1e-8; of adafactor to the squared gradient, default 1e-30. lion has "
         "none.",
     )
-    weight_decay: Annotated[float, Field(ge=0, le=1)] | None = Field(
+    weight_decay: Annotated[float, Field(ge=0, le=1), Decides("weights")] | None = Field(
         None,
         description="Decoupled weight decay, 0 to 1, multiplied by the learning rate. Default "
         "0.01; adafactor and prodigy: 0.",
     )
-    scale_parameter: bool | None = Field(
+    scale_parameter: Annotated[bool | None, Decides("weights")] = Field(
         None,
         description="For adafactor: whether to multiply the rate by each factor's own size (root "
         "mean "
         "square, at least 1e-3), so that learningRate is relative. Default false.",
     )
-    initial_rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    initial_rate: Annotated[float, Field(gt=0, le=1), Decides("weights")] | None = Field(
         None,
         description="For prodigy: its first guess of the rate (d0), above 0. Default 1e-6.",
     )
-    rate_coefficient: Annotated[float, Field(gt=0, le=100)] | None = Field(
+    rate_coefficient: Annotated[float, Field(gt=0, le=100), Decides("weights")] | None = Field(
         None,
         description="For prodigy: the rate it finds is multiplied by this (d_coef), above 0 to "
         "100. Default 1.",
     )
-    bias_correction: bool | None = Field(
+    bias_correction: Annotated[bool | None, Decides("weights")] = Field(
         None, description="For prodigy: Adam's bias correction. Default false."
     )
-    safeguard_warmup: bool | None = Field(
+    safeguard_warmup: Annotated[bool | None, Decides("weights")] = Field(
         None,
         description="For prodigy: keeps the schedule's warm-up out of the estimate of the rate. "
         "Default false.",
@@ -147,17 +148,17 @@ class Optimizer(ApiModel):
 class Average(ApiModel):
     """A moving average of the weights (EMA), smoother than the weights themselves."""
 
-    enabled: bool = Field(
+    enabled: Annotated[bool, Decides("weights")] = Field(
         False,
         description="Whether to keep the average and use it for samples and exported files. "
         "Default false.",
     )
-    decay: Annotated[float, Field(gt=0, lt=1)] = Field(
+    decay: Annotated[float, Field(gt=0, lt=1), Decides("weights")] = Field(
         0.999,
         description="Fraction of the old average kept at each optimizer step, above 0 and below 1. "
         "Default 0.999.",
     )
-    warmup: bool = Field(
+    warmup: Annotated[bool, Decides("weights")] = Field(
         True,
         description="Whether the decay grows with the number of steps, (1 + n) / (10 + n), so that "
         "the first weights are soon forgotten. Default true.",
@@ -167,21 +168,23 @@ class Average(ApiModel):
 class Training(ApiModel):
     """Length of the training, batch size, optimizer and learning rate."""
 
-    steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = Field(
-        None, description="Optimizer steps to train. Exactly one of steps and epochs is set."
-    )
-    epochs: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        None, description="Passes over the dataset. Exactly one of steps and epochs is set."
-    )
-    batch_size: Annotated[int, Field(ge=1, le=1024)] = Field(
+    steps: (
+        Annotated[int, Field(ge=1, le=10_000_000), Decides("weights", resume="length")] | None
+    ) = Field(None, description="Optimizer steps to train. Exactly one of steps and epochs is set.")
+    epochs: (
+        Annotated[int, Field(ge=1, le=1_000_000), Decides("weights", resume="length")] | None
+    ) = Field(None, description="Passes over the dataset. Exactly one of steps and epochs is set.")
+    batch_size: Annotated[int, Field(ge=1, le=1024), Decides("order", "weights", "norms")] = Field(
         1, description="Images per micro-batch of a GPU. Default 1."
     )
-    gradient_accumulation: Annotated[int, Field(ge=1, le=65536)] = Field(
+    gradient_accumulation: Annotated[
+        int, Field(ge=1, le=65536), Decides("order", "weights", "norms")
+    ] = Field(
         1,
         description="Micro-batches per optimizer step over all GPUs: more GPUs make a step faster "
         "and leave its batch unchanged. At least the number of GPUs. Default 1.",
     )
-    learning_rate: Annotated[float, Field(gt=0, le=10)] | None = Field(
+    learning_rate: Annotated[float, Field(gt=0, le=10), Decides("weights")] | None = Field(
         None,
         description="Peak learning rate, above 0 to 10. Default 1e-4. prodigy multiplies the rate "
         "it finds by this: default 1.",
@@ -191,6 +194,7 @@ class Training(ApiModel):
         Field(max_length=64),
         MAP_ATOMIC,
         PatternKeys,
+        Decides("weights"),
     ] = Field(
         default_factory=dict,
         description="Peak learning rate by factor: keys are regular expressions matched against "
@@ -198,7 +202,7 @@ class Training(ApiModel):
         ".lora_magnitude_vector), such as text_encoder.*, mid_block.* or .*to_k.lora_B; the first "
         "that matches wins over learningRate. All follow the schedule. Default: none, at most 64.",
     )
-    lora_plus_ratio: Annotated[float, Field(gt=0, le=1000)] = Field(
+    lora_plus_ratio: Annotated[float, Field(gt=0, le=1000), Decides("weights")] = Field(
         1.0,
         description="The rate of every lora_B is multiplied by this (LoRA+), above 0 to 1000. "
         "Default 1; LoRA+ recommends about 16.",
@@ -206,37 +210,37 @@ class Training(ApiModel):
     schedule: Schedule = Field(default_factory=Schedule)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     ema: Average = Field(default_factory=Average)
-    max_grad_norm: Annotated[float, Field(ge=0, le=1e6)] = Field(
+    max_grad_norm: Annotated[float, Field(ge=0, le=1e6), Decides("weights")] = Field(
         1.0, description="Gradients are clipped to this norm; 0 turns clipping off. Default 1."
     )
-    min_snr_gamma: Annotated[float, Field(gt=0, le=1000)] | None = Field(
+    min_snr_gamma: Annotated[float, Field(gt=0, le=1000), Decides("weights")] | None = Field(
         None,
         description="Min-SNR weighting: a sample's loss is weighted as if its signal-to-noise "
         "ratio were at most this, for epsilon and for v (Hang et al. 2023 use 5). Above 0, up to "
         "1000. Default: no weighting.",
     )
-    noise_offset: Annotated[float, Field(ge=0, le=1)] = Field(
+    noise_offset: Annotated[float, Field(ge=0, le=1), Decides("weights")] = Field(
         0.0,
         description="Offset noise: standard deviation of the constant added to each noise channel, "
         "so that very dark and very bright images are learned. 0 to 1; 0.05 to 0.1 is usual. "
         "Default 0.",
     )
-    gradient_checkpointing: bool = Field(
+    gradient_checkpointing: Annotated[bool, Decides("weights")] = Field(
         False,
         description="Whether to recompute the UNet's activations in the backward pass: slower, but "
         "less memory. Those of trained text encoders are kept, 0.13 GB per caption in 16 bit. "
         "Default false.",
     )
-    compile: bool = Field(
+    compile: Annotated[bool, Decides("weights")] = Field(
         False,
         description="Whether to compile the UNet (torch.compile; requires a C compiler, which the "
         "trainer image has). Its first gradient is compared with the uncompiled one; if they "
         "differ, the run continues without compilation. Default false.",
     )
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1), Decides("order", "weights")] = Field(
         0, description="Seed of every random draw. Default 0."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: Annotated[Literal["auto", "cpu", "cuda"], Decides("weights")] = Field(
         "auto",
         description="auto (default) uses a GPU and fails if there is none although "
         "workers.gpusPerNode is 1 or more; cpu trains on the CPU; cuda requires a GPU.",
@@ -285,22 +289,22 @@ def _lossless(name: str) -> Rule:
 class Precision(ApiModel):
     """Floating-point types used in training. Defaults lose no gradient."""
 
-    compute: ComputeType = Field(
+    compute: Annotated[ComputeType, Decides("text", "weights", held_as=("model",))] = Field(
         "bf16",
         description="Type of forward and backward passes: bf16 (default), fp32, or fp16, whose "
         "gradients are kept in range by a loss scale that adjusts itself.",
     )
-    accumulator: FloatType = Field(
+    accumulator: Annotated[FloatType, Decides("weights")] = Field(
         "fp32",
         description="Type of the buffer that sums gradients over a window: fp32 (default). bf16 "
         "needs allowLossyPrecision.",
     )
-    master_weights: FloatType = Field(
+    master_weights: Annotated[FloatType, Decides("weights")] = Field(
         "fp32",
         description="Type of the weights that the optimizer updates: fp32 (default). bf16 needs "
         "allowLossyPrecision: most updates of lora_A vanish in it.",
     )
-    allow_lossy_precision: bool = Field(
+    allow_lossy_precision: Annotated[bool, Decides("weights")] = Field(
         False, description="Accept settings that are known to lose gradients. Default false."
     )
     RULES: ClassVar[tuple[Rule, ...]] = (_lossless("accumulator"), _lossless("masterWeights"))

@@ -157,7 +157,7 @@ def test_text_is_encoded_anew_each_time_and_never_cached(demo: DemoPaths, tmp_pa
     spec = spec.model_copy(update={"adapter": Adapter(rank=2, text_encoders=BOTH)})
     data = build_dataset(demo.photos, spec.dataset)
     said: list[str] = []
-    cache = build_cache(tmp_path, base, data, said.append, text_trained=True)
+    cache = build_cache(tmp_path, spec, base, data, said.append)
     assert cache.text is None
     assert cache.latents is not None
     assert any("text is not cached, for what encodes it is trained" in line for line in said)

@@ -4,16 +4,20 @@ import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
 from PIL import Image
 
 from kubelora_api import dataset_spec
+from kubelora_api.decides import Decides
+from kubelora_api.spec import JobSpec
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.data.dataset import ImageDataset, build_dataset
+from kubelora_trainer.data.cropping import TrainingImage
+from kubelora_trainer.data.dataset import ImageDataset, View, build_dataset
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective import latents
 from kubelora_trainer.objective import text_embeddings as text
@@ -69,8 +73,8 @@ def _open(photos: Path, **settings: object) -> ImageDataset:
 
 def _objective(base: BaseModel, data: ImageDataset, folder: Path, said: list[str]) -> SdxlObjective:
     folder.mkdir(exist_ok=True)
-    cache = build_cache(folder, base, data, said.append)
-    return SdxlObjective(base, data, job_spec({"batchSize": 2}), cache)
+    spec = job_spec({"batchSize": 2}).model_copy(update={"dataset": data.settings})
+    return SdxlObjective(base, data, spec, build_cache(folder, spec, base, data, said.append))
 
 
 def _fill(base: BaseModel, data: ImageDataset, folder: Path, said: list[str] | None = None) -> None:
@@ -284,3 +288,70 @@ def test_runs_with_a_cache_train_to_the_same_bits_as_without(
         adapters.append(adapter(tmp_path / name))
     assert adapters[0] == adapters[1] == adapters[2]
     assert len(list((tmp_path / "cache").glob("*/*.tensors"))) == 16
+
+
+class _Toned(dataset_spec.Dataset):
+    """Fields that the contract does not have: each says only what it decides."""
+
+    tone: Annotated[Literal["colour", "gray"], Decides("pixels")] = "colour"
+    language: Annotated[Literal["en", "de"], Decides("text")] = "en"
+    reversal: Annotated[bool, Decides("order")] = False
+    title: Annotated[str, Decides("nothing")] = ""
+
+
+class _TonedSpec(JobSpec):
+    dataset: _Toned
+
+
+@pytest.fixture
+def gray_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder that the new field would come with."""
+    real = ImageDataset.image
+
+    def image(self: ImageDataset, view: View) -> TrainingImage:
+        found = real(self, view)
+        if getattr(self.settings, "tone", "colour") == "gray":
+            gray = found.pixels.mean(0, keepdim=True).expand(3, -1, -1).contiguous()
+            return replace(found, pixels=gray)
+        return found
+
+    monkeypatch.setattr(ImageDataset, "image", image)
+
+
+@pytest.mark.usefixtures("gray_in_the_end")
+@pytest.mark.parametrize(
+    ("change", "images", "texts"),
+    [
+        ({"tone": "gray"}, 8, 0),
+        ({"language": "de"}, 0, 9),
+        ({"reversal": True}, 0, 0),
+        ({"title": "bottles"}, 0, 0),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_new_field_misses_the_cache_of_what_it_declares_to_decide(
+    base: BaseModel,
+    photos: Path,
+    tmp_path: Path,
+    work: Work,
+    change: dict[str, object],
+    images: int,
+    texts: int,
+) -> None:
+    """8 photographs and 9 captions, filled once; then again with the field changed."""
+    (tmp_path / "cache").mkdir()
+    for changed in ({}, change):
+        work.images = work.texts = 0
+        document = {"uri": "x", "resolution": 64, **CENTERED, **changed}
+        plain = job_spec({"batchSize": 2}).document()
+        spec = _TonedSpec.model_validate({**plain, "dataset": document})
+        data = build_dataset(photos, spec.dataset)
+        cache = build_cache(tmp_path / "cache", spec, base, data, pytest.fail)
+        objective = SdxlObjective(base, data, spec, cache)
+        objective.fill_cache(lambda: False, lambda done, total: None)
+        found = objective.batch(0)
+        objective.close()
+    assert (work.images, work.texts) == (images, texts)
+    fresh = SdxlObjective(base, data, spec)
+    assert torch.equal(found.noisy, fresh.batch(0).noisy)
+    fresh.close()

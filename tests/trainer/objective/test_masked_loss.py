@@ -160,11 +160,14 @@ def test_a_cache_carries_the_masks(base: BaseModel, tmp_path: Path) -> None:
     spec = job_spec({"batchSize": 2})
     for settings in ({}, {"alpha": "mask"}):
         data = _open(photos, flip=1.0, **settings)
-        filled = SdxlObjective(base, data, spec, build_cache(folder, base, data, lambda _: None))
+        spec = spec.model_copy(update={"dataset": data.settings})
+        cache = build_cache(folder, spec, base, data, lambda _: None)
+        filled = SdxlObjective(base, data, spec, cache)
         filled.fill_cache(lambda: False, lambda done, total: None)
         filled.close()
     data = _open(photos, flip=1.0, alpha="mask")
-    cached = SdxlObjective(base, data, spec, build_cache(folder, base, data, lambda _: None))
+    spec = spec.model_copy(update={"dataset": data.settings})
+    cached = SdxlObjective(base, data, spec, build_cache(folder, spec, base, data, lambda _: None))
     plain = SdxlObjective(base, data, spec)
     for step in range(2):  # the second time from memory
         found, expected = cached.batch(step).masks, plain.batch(step).masks

@@ -86,7 +86,8 @@ def test_what_changed_is_told_field_by_field(tmp_path: Path) -> None:
     assert (
         "other settings: spec.adapter.alpha: not set -> 4.0; spec.adapter.rank: 16 -> 8; "
         "spec.training.seed: 0 -> 1. To go on with it, put them back (spec.health, checkpoint, "
-        "workers, podTemplate, dataset.cache and output.dtype may change)."
+        "tracking, workers, podTemplate, queueName, suspend, restartPolicy, dataset.cache, "
+        "output.dtype, output.push and output.replaceExisting may change)."
     ) in str(refused.value)
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kubelora_api import dataset_spec
@@ -42,6 +42,14 @@ class View:
     down: float
     mirrored: bool
     sizes: SizeConditions
+
+    def shown(self) -> dict[str, object]:
+        """Return all that tells this view from others of the same sample.
+
+        ``sizes`` holds where ``across`` and ``down`` come to lie, in pixels.
+        """
+        fields = asdict(self)
+        return {k: v for k, v in fields.items() if k not in ("sample", "across", "down")}
 
 
 @dataclass(frozen=True)

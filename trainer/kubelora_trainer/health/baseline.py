@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kubelora_api.decides import declarations, select
 from kubelora_api.names import OutputPath
+from kubelora_api.schema import JsonObject
+from kubelora_api.spec import JobSpec
 from kubelora_api.status import Finding
 from kubelora_api.thresholds import BASELINE_DEPARTURE
 from kubelora_trainer.health.baseline_envelope import (
@@ -34,14 +37,8 @@ from kubelora_trainer.utils.errors import OutputError
 if TYPE_CHECKING:
     import pyarrow as pa  # 30 MiB, and only a run with a baseline reads a log
 
-_COMPARED_GROUPS: Final = ("model", "dataset", "adapter", "training", "precision", "workers")
-_SAME: Final = (
-    "adapter.rank",
-    "adapter.rankPattern",
-    "adapter.targets",
-    "adapter.targetPatterns",
-    "training.batchSize",
-    "training.gradientAccumulation",
+_SAME: Final = tuple(
+    path for path, decides in declarations(JobSpec) if decides and "norms" in decides.effects
 )
 """Settings that scale gradient norms by themselves, or whose norms are of other layers: with others
 the norms are not compared."""
@@ -181,9 +178,10 @@ def _is_same(field: str) -> bool:
     return any(field == same or field.startswith(f"{same}.") for same in _SAME)
 
 
-def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
-    spec = document.get("spec", {})
-    return {group: spec.get(group, {}) for group in _COMPARED_GROUPS}
+def _settings(document: Mapping[str, Any]) -> JsonObject:
+    """Select what a run is made of; sample images, output and reports are left out."""
+    made_of = document.get("spec", {})
+    return select(made_of, JobSpec, lambda decides: bool(decides.effects - {"samples", "nothing"}))
 
 
 def _between(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:

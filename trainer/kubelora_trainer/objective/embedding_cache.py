@@ -1,24 +1,32 @@
 """Latents and text embeddings kept on disk between runs: what they depend on, and when not to.
 
 A key holds everything that decides the numbers, so that a stale entry can't be met: the image
-file's bytes, the transform, the model's weights bit by bit, kind of device and library versions.
+file's bytes and the view of it, or the caption; the model's weights bit by bit, kind of device and
+library versions; and the value of every other field that declares that it decides pixels or text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from kubelora_api.decides import Effect, KeyPart, in_key, select
+from kubelora_api.schema import JsonObject
+from kubelora_api.spec import JobSpec
 from kubelora_trainer.data.dataset import ImageDataset, View
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.tensor_store import TensorStore, key_of, module_digest
 
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 """Raised when the code that prepares images or text changes what comes out."""
 _LATENT_PACKAGES = ("torch", "diffusers", "pillow")
 _TEXT_PACKAGES = ("torch", "transformers")
+_LATENT_PARTS: tuple[KeyPart, ...] = ("model", "file", "view")
+_TEXT_PARTS: tuple[KeyPart, ...] = ("model", "caption")
+"""What the keys hold besides settings. A field that acts through one of these (`Decides.held_as`)
+is not in the key by its value, so that runs share entries where only, say, the crop differs."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +43,12 @@ class Latent:
 
 @dataclass(frozen=True)
 class LatentCache:
-    """Latents by view."""
+    """Latents by view. settings: all fields that decide a view's latent, from the job."""
 
     store: TensorStore
     dataset: ImageDataset
     model: str
+    settings: JsonObject
 
     def get(self, view: View) -> Latent | None:
         """What was kept, on the CPU, or None."""
@@ -54,26 +63,20 @@ class LatentCache:
         self.store.put(self._key(view), kept)
 
     def _key(self, view: View) -> str:
-        masked = self.dataset.settings.alpha == "mask"
-        return key_of(
-            "masked latent" if masked else "latent",
-            {
-                "model": self.model,
-                "file": self.dataset.samples[view.sample].sha256,
-                "background": self.dataset.settings.background,
-                "crop": view.sizes.crop_top_left,
-                "size": view.sizes.target_size,
-                "mirrored": view.mirrored,
-            },
+        file = self.dataset.samples[view.sample].sha256
+        parts: dict[str, object] = dict(
+            zip(_LATENT_PARTS, (self.model, file, view.shown()), strict=True)
         )
+        return key_of("latent", {"settings": self.settings, **parts})
 
 
 @dataclass(frozen=True)
 class TextCache:
-    """Hidden states and pooled text by caption."""
+    """Hidden states and pooled text by caption. settings: as of `LatentCache`, of the text."""
 
     store: TensorStore
     model: str
+    settings: JsonObject
 
     def get(self, caption: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(1, 77, channels) and (1, channels) on the CPU, or None."""
@@ -85,7 +88,8 @@ class TextCache:
         self.store.put(self._key(caption), {"hidden": hidden, "pooled": pooled})
 
     def _key(self, caption: str) -> str:
-        return key_of("text", {"model": self.model, "caption": caption})
+        parts: dict[str, object] = dict(zip(_TEXT_PARTS, (self.model, caption), strict=True))
+        return key_of("text", {**parts, "settings": self.settings})
 
 
 @dataclass(frozen=True)
@@ -106,15 +110,22 @@ NO_CACHE = DataCache()
 
 def build_cache(
     folder: Path,
+    spec: JobSpec,
     base: BaseModel,
     dataset: ImageDataset,
     say: Callable[[str], None],
-    *,
-    text_trained: bool = False,
 ) -> DataCache:
-    """The cache in ``folder``, without what can't be cached rightly; ``say`` is told why.
+    """Open the cache in ``folder``, without what can't be cached rightly.
 
-    text_trained: whether a text encoder has an adapter.
+    Args:
+        folder: Where it is; several runs may share it.
+        spec: The job's, whose settings become part of the keys.
+        base: The model that encodes.
+        dataset: What is encoded.
+        say: Gets a line for everything that is not cached, with the reason.
+
+    Returns:
+        The caches of latents and of text; None for one that would hold nothing.
     """
     store = TensorStore(folder, lambda sentence: say(f"warning: {sentence}"))
     if not store.writable:
@@ -123,24 +134,36 @@ def build_cache(
             "each time it is needed"
         )
     text = None
-    if text_trained:
+    if spec.adapter.text_encoders:
         say("cache: text is not cached, for what encodes it is trained (adapter.textEncoders)")
     elif dataset.settings.captions.shuffle_tags:
         say("cache: text is not cached, for tags are shuffled anew each time (captions)")
     else:
-        text = TextCache(store, _text_model(base))
+        text = TextCache(store, _text_model(base), _settings(spec, "text", _TEXT_PARTS))
     fixed = sum(dataset.has_fixed_crop(sample) for sample in range(len(dataset)))
     if fixed < len(dataset):
         say(
             f"cache: latents of {len(dataset) - fixed} of {len(dataset)} images are not cached, "
             "for their crops are random; dataset.crop: center makes them all alike"
         )
-    latents = LatentCache(store, dataset, _vae_model(base)) if fixed else None
+    pixels = _settings(spec, "pixels", _LATENT_PARTS)
+    latents = LatentCache(store, dataset, _vae_model(base), pixels) if fixed else None
     return DataCache(latents, text)
 
 
+def _settings(spec: JobSpec, effect: Effect, parts: tuple[KeyPart, ...]) -> JsonObject:
+    return select(spec.document(), type(spec), in_key(effect, parts))
+
+
 def _vae_model(base: BaseModel) -> str:
-    return key_of("vae", {"weights": module_digest(base.vae), **_place(base, _LATENT_PACKAGES)})
+    return key_of(
+        "vae",
+        {
+            "weights": module_digest(base.vae),
+            "config": _config(base.vae.config),
+            **_place(base, _LATENT_PACKAGES),
+        },
+    )
 
 
 def _text_model(base: BaseModel) -> str:
@@ -155,8 +178,18 @@ def _text_model(base: BaseModel) -> str:
     encoders = [module_digest(encoder) for encoder in base.text_encoders]
     return key_of(
         "text encoders",
-        {"weights": encoders, "tokenizers": tokenizers, **_place(base, _TEXT_PACKAGES)},
+        {
+            "weights": encoders,
+            "configs": [_config(encoder.config.to_dict()) for encoder in base.text_encoders],
+            "tokenizers": tokenizers,
+            **_place(base, _TEXT_PACKAGES),
+        },
     )
+
+
+def _config(config: Mapping[str, object]) -> dict[str, str]:
+    """Leave out names that begin with _, such as the folder that the model was read from."""
+    return {name: repr(value) for name, value in config.items() if not name.startswith("_")}
 
 
 def _place(base: BaseModel, packages: tuple[str, ...]) -> dict[str, object]:

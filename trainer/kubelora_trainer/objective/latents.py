@@ -3,12 +3,12 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kubelora_trainer.data.cropping import SizeConditions, TrainingImage
-from kubelora_trainer.data.dataset import ImageDataset, View
+from kubelora_trainer.data.dataset import CENTER, ImageDataset, View
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.embedding_cache import Latent, LatentCache
@@ -46,7 +46,7 @@ class LatentSource:
         """after: the micro-step whose images are read while one is at work."""
         self._base, self._dataset, self._order = base, dataset, order
         self._cache, self._after = cache, after
-        self._kept: OrderedDict[tuple[int, bool], Latent] = OrderedDict()
+        self._kept: OrderedDict[View, Latent] = OrderedDict()
         self.spread = LatentSpread([sample.category for sample in dataset.samples])
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
         self._ahead: tuple[int, Future[list[_Read]]] | None = None
@@ -136,9 +136,9 @@ def _stacked_masks(latents: Sequence[Latent], device: torch.device) -> torch.Ten
     return to_device(torch.stack(masks), device)
 
 
-def _key(view: View) -> tuple[int, bool]:
-    """What the latent of a fixed crop depends on."""
-    return view.sample, view.mirrored
+def _key(view: View) -> View:
+    """Return the view of a fixed crop, wherever in its reach the cut was drawn to lie."""
+    return replace(view, across=CENTER, down=CENTER)
 
 
 @torch.no_grad()

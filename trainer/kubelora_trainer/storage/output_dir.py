@@ -26,9 +26,9 @@ from kubelora_trainer.storage.run_length import (
 )
 from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.storage.run_settings import (
-    MAY_CHANGE,
     changes,
     deciding_settings,
+    fields_that_may_change,
     recorded_settings,
     settings_digest,
     told,
@@ -61,11 +61,9 @@ class Manifest(BaseModel):
 
 
 def run_id_of(job: LoraTrainingJob) -> str:
-    """The job's uid in a cluster; else a hash of its name and of what decides the result.
+    """Return the job's uid in a cluster, else a hash of its name and of what decides the result.
 
-    Left out of the hash is what changes no weight and no sample: health policy, checkpoint
-    interval, workers, pod template, queue, suspension, restarts, ``dataset.cache``,
-    ``output.replaceExisting``.
+    Left out of the hash is every field that declares that a run resumes after its change.
     """
     return job.metadata.uid or settings_digest(job)
 
@@ -205,8 +203,8 @@ def _assert_resumable(path: Path, found: Manifest, changed: list[str]) -> None:
     if changed:
         raise OutputError(
             f"{path}: run {found.run_id} began with other settings ({told(changed)}) and can't go "
-            f"on with these; put them back ({MAY_CHANGE}), or create a new job with another "
-            "spec.output.uri"
+            f"on with these; put them back ({fields_that_may_change()}), or create a new job with "
+            "another spec.output.uri"
         )
 
 
@@ -234,7 +232,7 @@ def _make_room(
     if not replace:
         settings = (
             f" It was made with other settings: {told(changed)}.{f' {why}.' if why else ''} To go "
-            f"on with it, put them back ({MAY_CHANGE})."
+            f"on with it, put them back ({fields_that_may_change()})."
             if changed
             else ""
         )

@@ -7,12 +7,18 @@ done would belong to another run.
 
 from dataclasses import dataclass
 
+from kubelora_api.decides import declarations
 from kubelora_api.schema import JsonObject
+from kubelora_api.spec import JobSpec
 from kubelora_api.training_spec import Schedule
 from kubelora_trainer.storage.run_settings import leaves_that_differ
 from kubelora_trainer.utils.errors import OutputError
 
-_LENGTHS = ("spec.training.steps", "spec.training.epochs")
+_LENGTHS = frozenset(
+    f"spec.{path}"
+    for path, decides in declarations(JobSpec)
+    if decides is not None and decides.resume == "length"
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What decides a run's weights, and how two configurations differ in it.
+"""Settings that a run keeps for its lifetime, and how two configurations differ in them.
 
-A run goes on with the settings it began with, or it would not be the run it claims to be. What
-decides no weight may change between attempts.
+A run resumes with the settings it began with, or it would not be the run it claims to be. Which
+fields may change between attempts is declared at each of them (`kubelora_api.decides`).
 """
 
 import hashlib
@@ -9,20 +9,26 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from kubelora_api.decides import select, where_all
 from kubelora_api.documents import InvalidDocumentError, parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.schema import JsonObject
+from kubelora_api.spec import JobSpec
 
-DECIDING_GROUPS = ("model", "dataset", "adapter", "training", "precision", "validation")
-MAY_CHANGE = (
-    "spec.health, checkpoint, workers, podTemplate, dataset.cache and output.dtype may change"
-)
 SHOWN_CHANGES = 10
+"""Changes that one sentence names; more would hide what to do about them."""
+
+
+def fields_that_may_change() -> str:
+    """Return a clause that names every field with which a run resumes after a change."""
+    fields = where_all(JobSpec, lambda decides: decides.resume == "yes")
+    return f"spec.{', '.join(fields[:-1])} and {fields[-1]} may change"
 
 
 def deciding_settings(job: LoraTrainingJob) -> JsonObject:
     """The job's name, its output, and what decides the result, defaults filled in."""
-    return _deciding({"metadata": {"name": job.metadata.name}, "spec": job.spec.document()})
+    document = {"metadata": {"name": job.metadata.name}, "spec": job.spec.document()}
+    return _deciding(document, type(job.spec))
 
 
 def recorded_settings(document: JsonObject) -> JsonObject:
@@ -34,7 +40,7 @@ def recorded_settings(document: JsonObject) -> JsonObject:
         return deciding_settings(parse_job(document, local=True))
     except InvalidDocumentError:
         try:
-            return _deciding(document)
+            return _deciding(document, JobSpec)
         except (AttributeError, TypeError, ValueError):  # not a job at all: all of it differs
             return {}
 
@@ -80,9 +86,6 @@ def _text(value: object) -> str:
     return "not set" if value is ABSENT else json.dumps(value, ensure_ascii=False)
 
 
-def _deciding(document: Mapping[str, Any]) -> JsonObject:
-    spec = document.get("spec", {})
-    kept = {group: dict(spec[group]) for group in DECIDING_GROUPS if group in spec}
-    kept.get("dataset", {}).pop("cache", None)
-    kept["output"] = {"uri": spec.get("output", {}).get("uri")}
+def _deciding(document: Mapping[str, Any], spec: type[JobSpec]) -> JsonObject:
+    kept = select(document.get("spec", {}), spec, lambda decides: decides.resume != "yes")
     return {"metadata": {"name": document.get("metadata", {}).get("name")}, "spec": kept}

@@ -153,13 +153,7 @@ def build_training_inputs(
     )
     cache = NO_CACHE
     if spec.dataset.cache:
-        cache = build_cache(
-            resolve_cache(spec.dataset.cache, mounts),
-            base,
-            dataset,
-            say,
-            text_trained=bool(spec.adapter.text_encoders),
-        )
+        cache = build_cache(resolve_cache(spec.dataset.cache, mounts), spec, base, dataset, say)
     return TrainingInputs(
         base, modules, dataset, SdxlObjective(base, dataset, spec, cache, rank_info.share)
     )
