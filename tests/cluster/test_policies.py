@@ -104,6 +104,6 @@ def test_rollback_goes_back_once_and_fails_when_the_fault_is_in_the_settings(
     assert "already went back to step" in applied.condition("rollback", "Failed")["message"]
     assert applied.status("rollback")["attempt"] == 1  # within one pod
     (pod,) = applied.pods("rollback")
-    assert "Training went back from step" in applied.kubectl("logs", pod["metadata"]["name"])
+    assert "Training rolled back from step" in applied.kubectl("logs", pod["metadata"]["name"])
     names = {f["name"] for f in applied.status("rollback")["health"]["findings"]}
     assert {"RolledBack", "UpdatesLost"} <= names

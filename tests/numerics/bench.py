@@ -245,7 +245,7 @@ def continue_run(
     error = None
     with ExitStack() as stack:
         stack.enter_context(patch.object(inputs, "load_base_model", scene.load_base))
-        stack.enter_context(patch.object(inputs, "caption_limits", scene.caption_limits))
+        stack.enter_context(patch.object(inputs, "load_token_limits", scene.token_limits))
         stack.enter_context(patch.object(run, "train", broken_train))
         try:
             run.run_job(job, options, StopRequest(), Console(file=io.StringIO()))

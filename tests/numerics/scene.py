@@ -17,7 +17,7 @@ from PIL import Image
 from kubelora_api.names import OutputPath
 from kubelora_api.spec import Adapter
 from kubelora_trainer.cli.demo import create_demo
-from kubelora_trainer.data.token_limits import CaptionLimit, caption_limits
+from kubelora_trainer.data.token_limits import TokenLimit, load_token_limits
 from kubelora_trainer.export.writers import export_diffusers
 from kubelora_trainer.lora.adapter import add_adapter, trained_layers
 from kubelora_trainer.models.pipeline import BaseModel, load_base_model, load_unet
@@ -46,7 +46,7 @@ class Scene:
 
     folder: Path
     _bases: dict[Hashable, BaseModel] = field(default_factory=dict)
-    _limits: dict[Path, tuple[CaptionLimit, ...]] = field(default_factory=dict)
+    _limits: dict[Path, tuple[TokenLimit, ...]] = field(default_factory=dict)
 
     @classmethod
     def create(cls, folder: Path) -> "Scene":
@@ -98,10 +98,10 @@ class Scene:
             text_encoders=copy.deepcopy(base.text_encoders),
         )
 
-    def caption_limits(self, folder: Path) -> tuple[CaptionLimit, ...]:
-        """The tokenizers, loaded once."""
+    def token_limits(self, folder: Path) -> tuple[TokenLimit, ...]:
+        """Return the tokenizers, loaded once."""
         if folder not in self._limits:
-            self._limits[folder] = caption_limits(folder)
+            self._limits[folder] = load_token_limits(folder)
         return self._limits[folder]
 
 

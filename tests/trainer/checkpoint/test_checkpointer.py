@@ -135,7 +135,7 @@ def sealed(manifest: dict[str, Any]) -> str:
         ({"format": 3}, "its format is 3, not 2"),
         (
             {"parts": {"adapter": {}, "optimizer": {}, "telemetry": {}, "scaler": {}}},
-            r"parts \(scaler\)",
+            r"components .*\(scaler\)",
         ),
         ({"watch": {"found": []}}, "its watchdog state has another format"),
     ],

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from kubelora_api.documents import parse_job
 from kubelora_api.report import FinalReport, RunReport
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.cli.main import main, stray_mounts
+from kubelora_trainer.cli.main import main, unused_mounts
 from tests.tiers.skips import not_applicable
 
 JOB = """\
@@ -140,7 +140,7 @@ def test_the_policy_suspend_says_how_to_go_on_and_the_same_command_does(
     given = (*LOSING_UPDATES, "spec.training.steps=12", "spec.health.policy=Suspend")
     ended = train(*given)
     assert ended.exit_code == 5, ended.output
-    assert "To go on and accept what was found: kubelora" in ended.output
+    assert "To accept the finding and continue: kubelora" in ended.output
     manifest = tmp_path / "out" / "manifest.json"
     assert json.loads(manifest.read_text())["state"] == "Suspended"
     again = train(*given)
@@ -154,7 +154,7 @@ def test_the_policy_rollback_records_what_it_left_out_and_fails_the_second_time(
 ) -> None:
     ended = train(*LOSING_UPDATES, "spec.training.steps=12", "spec.health.policy=Rollback")
     assert ended.exit_code == 3, ended.output
-    assert "went back from step 8 to the checkpoint of step 0 because of UpdatesLost" in (
+    assert "rolled back from step 8 to the checkpoint of step 0 because of UpdatesLost" in (
         ended.output
     )
     assert "already went back to step 0" in ended.output
@@ -259,7 +259,7 @@ def test_an_empty_dataset_and_a_model_that_is_not_sdxl_are_refused(
     (tmp_path / "empty").mkdir()
     empty = train(mounts={"data": tmp_path / "empty"})
     assert empty.exit_code == 2, empty.output
-    assert "holds no images" in empty.output
+    assert "contains no images" in empty.output
     other = tmp_path / "other"
     shutil.copytree(demo.model, other)
     index = json.loads((other / "model_index.json").read_text())
@@ -300,16 +300,16 @@ def test_a_misspelt_claim_is_answered_with_the_jobs_own(
     refused = CliRunner().invoke(main, arguments)
     assert refused.exit_code == 2
     assert (
-        f"error: --mount dta={demo.photos}: the job names no claim 'dta'; did you mean 'data'? "
-        "Its claims are data, model, output; still to be named: --mount data=DIR"
+        f"error: --mount dta={demo.photos}: the job uses no claim 'dta'; did you mean 'data'? "
+        "Its claims are data, model, output; still missing: --mount data=DIR"
     ) in refused.output
 
 
 def test_a_mount_too_many_is_told_and_ends_nothing() -> None:
     job = parse_job(yaml.safe_load(JOB.replace("1e-3", "0.001")))
     folders = {name: Path("/x") for name in ("model", "data", "output", "spare")}
-    assert list(stray_mounts(folders, job)) == [
-        "--mount spare=/x: the job names no claim 'spare', so nothing is read from it"
+    assert list(unused_mounts(folders, job)) == [
+        "--mount spare=/x: the job uses no claim 'spare', so nothing is read from it"
     ]
 
 

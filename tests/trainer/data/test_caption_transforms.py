@@ -12,7 +12,7 @@ from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.caption_transforms import training_caption
 from kubelora_trainer.data.dataset import build_dataset
 from kubelora_trainer.data.preflight import preflight
-from kubelora_trainer.data.token_limits import caption_limits
+from kubelora_trainer.data.token_limits import load_token_limits
 
 TAGS = "bottle, glass, green, on white"
 
@@ -67,4 +67,4 @@ def test_the_prefix_counts_where_captions_are_measured(
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("cat " * 75)
     settings = Settings(uri="x", resolution=64, captions=Captions(prefix=prefix))
-    assert preflight(tmp_path, settings, caption_limits(demo.model))[1].cut_captions == cut
+    assert preflight(tmp_path, settings, load_token_limits(demo.model))[1].cut_captions == cut

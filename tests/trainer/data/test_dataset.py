@@ -16,7 +16,7 @@ from PIL import Image
 from kubelora_api import dataset_spec
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.dataset import ImageDataset, View, build_dataset
-from kubelora_trainer.data.preflight import check_report, preflight
+from kubelora_trainer.data.preflight import preflight, require_usable_images
 from kubelora_trainer.data.preflight_report import PreflightReport, Remark, write_report
 from kubelora_trainer.utils.errors import DatasetError
 
@@ -39,7 +39,7 @@ def _view(data: ImageDataset) -> View:
 
 def _skipping(folder: Path) -> tuple[dict[str, str], PreflightReport]:
     samples, report = preflight(folder, dataset_spec.Dataset(uri="x", resolution=64))
-    check_report(report, "skip")
+    require_usable_images(report, "skip")
     return {sample.file: sample.caption for sample in samples}, report
 
 
@@ -110,7 +110,7 @@ def test_a_bad_image_ends_the_run_by_default_and_the_message_lists_the_first(
 
 
 def test_a_folder_without_usable_images_is_an_error_even_when_skipping(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="holds no images"):
+    with pytest.raises(DatasetError, match="contains no images"):
         _skipping(tmp_path)
     (tmp_path / "a.jpg").touch()
     with pytest.raises(DatasetError, match=r"No image .* can be used: a.jpg: it is empty"):
@@ -137,16 +137,16 @@ def test_a_caption_that_is_not_utf8_is_its_images_problem_and_names_the_byte(
     ("line", "sentence"),
     [
         ("{oops", "line 2: not a JSON object"),
-        ("[1]", "line 2: it needs a file_name"),
-        ('{"text": "x"}', "line 2: it needs a file_name"),
+        ("[1]", "line 2: a line needs a file_name"),
+        ('{"text": "x"}', "line 2: a line needs a file_name"),
         ('{"file_name": "a.png", "text": 5}', "line 2: text must be a string, not int"),
-        ('{"file_name": "../b.png"}', "line 2: file_name '../b.png' leaves"),
+        ('{"file_name": "../b.png"}', "line 2: file_name '../b.png' points outside"),
         ('{"file_name": "a.png", "text": "again"}', "line 2: a.png is listed a second time"),
         (
             '{"file_name": "b.png", "text": "\\ud83d"}',
-            "line 2: text holds half a character (\\ud83d)",
+            "line 2: text contains half a character (\\ud83d)",
         ),
-        ('{"file_name": "\\ude00.png"}', "line 2: file_name holds half a character (\\ude00)"),
+        ('{"file_name": "\\ude00.png"}', "line 2: file_name contains half a character (\\ude00)"),
         ("[" * 100_000, "line 2: not a JSON object"),
     ],
 )
@@ -301,12 +301,11 @@ def test_a_file_that_changes_after_preflight_is_an_error(tmp_path: Path) -> None
     _image(tmp_path / "a.png", (90, 70))
     with pytest.raises(
         DatasetError,
-        match=r"has changed since preflight\. .* restore the file, and the run resumes",
+        match=r"has changed since preflight\. .* restored, the run resumes",
     ):
         data.image(_view(data))
     (tmp_path / "a.png").unlink()
     with pytest.raises(
-        DatasetError,
-        match=r"passed preflight, but now .* restore the file, and the run resumes",
+        DatasetError, match=r"passed preflight, but now .* restored, the run resumes"
     ):
         data.image(_view(data))

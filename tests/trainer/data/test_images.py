@@ -13,7 +13,7 @@ from PIL import Image, ImageCms
 
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size, covering_size
-from kubelora_trainer.data.cropping import cut_image
+from kubelora_trainer.data.cropping import crop_image
 from kubelora_trainer.data.images import BadImageError, Conversion, decode_image
 
 
@@ -40,7 +40,7 @@ def test_transparent_pixels_lie_on_white(tmp_path: Path) -> None:
     """Half transparent red on white is (255, 127 or 128, 127 or 128)."""
     path = _save(Image.new("RGBA", (4, 4), (255, 0, 0, 128)), tmp_path / "a.png")
     assert _pixel(path) == pytest.approx((255, 127.5, 127.5), abs=1)
-    assert decode_image(path).conversions == (Conversion("transparency", "laid on #ffffff"),)
+    assert decode_image(path).conversions == (Conversion("transparency", "composited on #ffffff"),)
 
 
 def test_palettes_with_a_transparent_colour_grey_and_bilevel_are_converted(tmp_path: Path) -> None:
@@ -224,7 +224,10 @@ def _jpeg(size: int = 200) -> bytes:
     [
         (b"", "empty"),
         (b"no image at all", "not an image"),
-        (b"<!DOCTYPE html><p>not found", "a web page, as after a failed download: download again"),
+        (
+            b"<!DOCTYPE html><p>not found",
+            "a web page, as after a failed download: download it again",
+        ),
         (b"\0\0\0\x18ftypheic\0\0\0\0", "a HEIC photograph, .* save it as PNG or JPEG"),
         (b"\xff\x0a\0\0", "a JPEG XL image"),
         (b"II*\0\x10\0\0\0CR\2\0", "a camera raw file"),
@@ -260,7 +263,7 @@ def test_a_square_is_the_same_cut_as_resizing_everything_and_cropping() -> None:
     """Against the plain two-step way on a smooth picture, where Lanczos' edges do not matter."""
     ramp = np.linspace(0, 255, 300)[None, :, None] * np.ones((200, 1, 3))
     image = Image.fromarray(ramp.astype(np.uint8))
-    square = cut_image(image, Size(64, 64), across=0.5, down=0.3)
+    square = crop_image(image, Size(64, 64), across=0.5, down=0.3)
     assert (square.sizes.original_size, square.sizes.target_size) == ((200, 300), (64, 64))
     top, left = square.sizes.crop_top_left
     assert (top, left) == (0, 16)  # 96 x 64, 33 places across, the middle one
@@ -272,13 +275,13 @@ def test_a_square_is_the_same_cut_as_resizing_everything_and_cropping() -> None:
 
 def test_crops_reach_both_ends_and_never_leave_the_image() -> None:
     image = Image.new("RGB", (300, 200))
-    assert cut_image(image, Size(64, 64), 0.0, 0.0).sizes.crop_top_left == (0, 0)
-    assert cut_image(image, Size(64, 64), 1 - 2**-53, 1 - 2**-53).sizes.crop_top_left == (0, 32)
+    assert crop_image(image, Size(64, 64), 0.0, 0.0).sizes.crop_top_left == (0, 0)
+    assert crop_image(image, Size(64, 64), 1 - 2**-53, 1 - 2**-53).sizes.crop_top_left == (0, 32)
 
 
 def test_black_and_white_are_minus_one_and_one() -> None:
     for colour, value in (("black", -1.0), ("white", 1.0)):
-        pixels = cut_image(Image.new("RGB", (9, 9), colour), Size(8, 8), 0, 0).pixels
+        pixels = crop_image(Image.new("RGB", (9, 9), colour), Size(8, 8), 0, 0).pixels
         assert torch.equal(pixels, torch.full((3, 8, 8), value))
 
 
@@ -289,7 +292,7 @@ def test_transparency_lies_on_the_chosen_colour_and_opaque_alpha_is_no_conversio
     path = _save(Image.new("RGBA", (4, 4), (255, 0, 0, 64)), tmp_path / "a.png")
     decoded = decode_image(path, "#000000")
     assert decoded.image.getpixel((0, 0)) == pytest.approx((64, 0, 0), abs=1)
-    assert decoded.conversions == (Conversion("transparency", "laid on #000000"),)
+    assert decoded.conversions == (Conversion("transparency", "composited on #000000"),)
     opaque = _save(Image.new("RGBA", (4, 4), (9, 8, 7, 255)), tmp_path / "b.png")
     assert decode_image(opaque).conversions == ()
     assert _pixel(opaque) == (9, 8, 7)
@@ -323,8 +326,8 @@ def test_a_profile_is_followed_under_transparency_too(demo: DemoPaths, tmp_path:
 def test_a_mirrored_cut_is_the_cut_of_the_mirrored_image_at_the_same_offsets() -> None:
     pixels = np.random.default_rng(1).integers(0, 255, (40, 64, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
-    mirrored = cut_image(image, Size(40, 40), 0.3, 0.0, mirrored=True)
-    turned = cut_image(Image.fromarray(pixels[:, ::-1].copy()), Size(40, 40), 0.3, 0.0)
+    mirrored = crop_image(image, Size(40, 40), 0.3, 0.0, mirrored=True)
+    turned = crop_image(Image.fromarray(pixels[:, ::-1].copy()), Size(40, 40), 0.3, 0.0)
     assert mirrored.sizes.crop_top_left == turned.sizes.crop_top_left == (0, 7)  # floor(0.3 * 25)
     assert torch.equal(mirrored.pixels, turned.pixels)
     by_hand = torch.from_numpy(pixels[:, ::-1][:, 7:47].copy()).permute(2, 0, 1) / 127.5 - 1

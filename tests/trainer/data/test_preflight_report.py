@@ -12,7 +12,7 @@ from kubelora_trainer.data.dataset import build_dataset
 from kubelora_trainer.data.preflight import preflight
 from kubelora_trainer.data.preflight_report import Count, PreflightReport, Remark, report_text
 from kubelora_trainer.data.sources import SourceFolder
-from kubelora_trainer.data.token_limits import caption_limits
+from kubelora_trainer.data.token_limits import load_token_limits
 from kubelora_trainer.utils.errors import DatasetError
 from kubelora_trainer.utils.progress_log import log_progress
 
@@ -107,7 +107,7 @@ def test_a_caption_beyond_77_tokens_says_how_many_are_cut_for_which_encoder(
         last = " dog" * (words - 75) if words > 75 else ""
         (tmp_path / f"{name}.txt").write_text("cat " * 75 + last)
     settings = dataset_spec.Dataset(uri="x", resolution=64)
-    _, report = preflight(tmp_path, settings, caption_limits(demo.model))
+    _, report = preflight(tmp_path, settings, load_token_limits(demo.model))
     assert report.cut_captions == 1
     (note,) = report.notes
     assert note == Remark(
@@ -115,20 +115,21 @@ def test_a_caption_beyond_77_tokens_says_how_many_are_cut_for_which_encoder(
         "caption too long",
         "80 tokens, text_encoder and text_encoder_2 read 77: the last 3, 'dog dog dog', are not "
         "seen",
-        "cut",
+        "truncated",
     )
 
 
 def test_encoders_of_different_lengths_are_told_apart(demo: DemoPaths) -> None:
-    first, second = caption_limits(demo.model)
+    first, second = load_token_limits(demo.model)
     second.tokenizer.model_max_length = 70
     try:
-        assert first.cut("cat " * 72) is None
-        cut = second.cut("cat " * 72)
+        assert first.truncation("cat " * 72) is None
+        truncated = second.truncation("cat " * 72)
     finally:
         second.tokenizer.model_max_length = 77
-    assert cut is not None
-    assert (cut.encoder, cut.tokens, cut.limit, cut.over) == ("text_encoder_2", 74, 70, 4)
+    assert truncated is not None
+    found = (truncated.encoder, truncated.tokens, truncated.limit, truncated.over)
+    assert found == ("text_encoder_2", 74, 70, 4)
 
 
 def test_the_table_has_a_row_per_kind_of_problem_with_the_first_files(tmp_path: Path) -> None:

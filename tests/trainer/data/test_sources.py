@@ -16,9 +16,9 @@ from kubelora_api import dataset_spec
 from kubelora_api.dataset_spec import Columns
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.dataset import ImageDataset, build_dataset
-from kubelora_trainer.data.parquet_images import holds_only_tables, unpack_tables
+from kubelora_trainer.data.parquet_images import is_table_dataset, unpack_tables
 from kubelora_trainer.data.preflight_report import Count, report_text
-from kubelora_trainer.data.sources import resolve_extra_sources, resolve_folder
+from kubelora_trainer.data.sources import resolve_dataset_folder, resolve_extra_sources
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective
 from kubelora_trainer.utils.errors import DatasetError
 from tests.trainer.fixtures.jobs import job_spec, open_base
@@ -140,7 +140,7 @@ def test_every_row_of_a_table_is_a_sample_with_its_caption_and_category(
     _write(table, tmp_path / "data" / name)
     columns = Columns(caption="en", category="product")
     settings = _settings(columns=columns.document())
-    assert holds_only_tables(tmp_path / "data")
+    assert is_table_dataset(tmp_path / "data")
     folder = unpack_tables(tmp_path / "data", columns, tmp_path / "cache")
     data = build_dataset(folder, settings)
     assert [sample.path.read_bytes() for sample in data.samples] == pngs
@@ -174,10 +174,16 @@ def test_unpacked_tables_are_used_again_until_they_change(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        (pa.table({"picture": [b"x"], "text": ["a"]}), "has no column 'image'; it has picture, te"),
-        (pa.table({"image": [b"x"], "label": [3]}), "has no column 'text'; it has image, label"),
-        (pa.table({"image": [7], "text": ["a"]}), "holds int, not the bytes of image files"),
-        (pa.table({"image": [b"x"], "text": [3]}), "'text' of .* holds int, not text"),
+        (
+            pa.table({"picture": [b"x"], "text": ["a"]}),
+            "has no column 'image'; its columns are picture, te",
+        ),
+        (
+            pa.table({"image": [b"x"], "label": [3]}),
+            "has no column 'text'; its columns are image, label",
+        ),
+        (pa.table({"image": [7], "text": ["a"]}), "contains int, not the bytes of image files"),
+        (pa.table({"image": [b"x"], "text": [3]}), "'text' of .* contains int, not text"),
     ],
 )
 def test_wrong_columns_are_a_sentence(tmp_path: Path, table: pa.Table, sentence: str) -> None:
@@ -218,7 +224,7 @@ def test_a_folder_of_tables_and_images_is_refused_rather_than_half_read(tmp_path
     _write(_table([_png(1)], text=["a"]), tmp_path / "data" / "a.parquet")
     (tmp_path / "data" / "b.PNG").write_bytes(_png(2))
     with pytest.raises(DatasetError, match=r"1 tables, such as a.parquet, and 1 image files"):
-        resolve_folder(str(tmp_path / "data"), Columns(), {})
+        resolve_dataset_folder(str(tmp_path / "data"), Columns(), {})
 
 
 def test_tables_are_found_as_images_are_hidden_ones_left_out_and_linked_folders_entered(
@@ -233,7 +239,7 @@ def test_tables_are_found_as_images_are_hidden_ones_left_out_and_linked_folders_
     (data / ".cache").mkdir()
     (data / ".cache" / "thumbnail.png").write_bytes(_png(3))
     (data / "linked").symlink_to(tmp_path / "elsewhere")
-    assert holds_only_tables(data)
+    assert is_table_dataset(data)
     folder = unpack_tables(data, Columns(), tmp_path / "cache")
     samples = build_dataset(folder, _settings()).samples
     assert [(s.file, s.caption) for s in samples] == [
@@ -247,7 +253,7 @@ def test_tables_are_found_as_images_are_hidden_ones_left_out_and_linked_folders_
     [
         (
             pa.Table.from_arrays([pa.array([b"x"])] * 3, names=["image", "text", "text"]),
-            "has 2 columns 'text'",
+            "has 2 columns named 'text'",
         ),
         (_table([{"data": b"x"}], text=["a"]), "is a struct of data, .* in a field 'bytes'"),
     ],
@@ -273,7 +279,7 @@ def test_metadata_fields_are_chosen_like_columns(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text(json.dumps(line))
     data = build_dataset(tmp_path, _settings(columns={"caption": "en", "category": "kind"}))
     assert (data.samples[0].caption, data.samples[0].category) == ("yes", "glass")
-    assert resolve_folder(str(tmp_path), Columns(), {}) == tmp_path
+    assert resolve_dataset_folder(str(tmp_path), Columns(), {}) == tmp_path
 
 
 def test_a_run_trains_on_a_table_and_a_folder_together(

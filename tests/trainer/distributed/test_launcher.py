@@ -187,11 +187,11 @@ def test_a_node_has_a_rank_per_gpu_and_at_least_one() -> None:
     ("environment", "sentence"),
     [
         ({}, "MASTER_ADDR is not set"),
-        ({"MASTER_ADDR": "a"}, "JOB_COMPLETION_INDEX must be a whole number from 0 to 1, found ''"),
+        ({"MASTER_ADDR": "a"}, "JOB_COMPLETION_INDEX must be an integer from 0 to 1, found ''"),
         ({"MASTER_ADDR": "a", "JOB_COMPLETION_INDEX": "2"}, "found '2'"),
         (
             {"MASTER_ADDR": "a", "JOB_COMPLETION_INDEX": "0", "MASTER_PORT": "x"},
-            "MASTER_PORT must be a whole number from 1 to 65535, found 'x'",
+            "MASTER_PORT must be an integer from 1 to 65535, found 'x'",
         ),
     ],
 )

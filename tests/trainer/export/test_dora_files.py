@@ -133,7 +133,7 @@ def test_the_gate_allows_what_a_readers_norms_in_bf16_do_and_no_more(
     [check] = verify_export(*given, dtype=BF16)
     assert 0 < check.deviation < check.noise * 1.5
     _scaled(file.path, "conv_in.lora_magnitude_vector", 1.05)
-    with pytest.raises(NumericalError, match="holds other magnitudes for conv_in"):
+    with pytest.raises(NumericalError, match="holds magnitudes for conv_in"):
         verify_export(*given, dtype=BF16)
 
 
@@ -150,7 +150,7 @@ def test_a_changed_magnitude_is_found_out(demo: DemoPaths, tmp_path: Path) -> No
     base, _, layers = trained(demo.model)
     file = export_diffusers(base.unet, layers, tmp_path, encoders=encoders_of(base)).path
     _scaled(file, "mid_block.attentions.0.proj_in.lora_magnitude_vector", 1.00001)
-    with pytest.raises(NumericalError, match=r"other magnitudes for mid_block\.attentions\.0"):
+    with pytest.raises(NumericalError, match=r"holds magnitudes for mid_block\.attentions\.0"):
         verify_export(demo.model, [file], base.unet, layers)
 
 
@@ -210,7 +210,7 @@ def test_a_dora_starts_from_a_plain_lora_with_the_norms_of_its_weights(
             "is a DoRA in kohya's format, and programs disagree on what its dora_scale means",
         ),
         ("shape", r"has magnitudes of shape \(2,\) at .*, this model \(\d+,\)"),
-        ("nan", "not finite"),
+        ("nan", "NaN or infinite values"),
     ],
 )
 def test_files_that_a_run_can_not_start_from_are_a_sentence(

@@ -62,7 +62,7 @@ def test_a_bucket_gets_the_adapters_files_and_the_manifest(
 ) -> None:
     done = _train(tmp_path / "run", demo, "s3://adapters/bottles/may")
     assert done.exit_code == 0, done.output
-    assert "pushed: the adapter is at s3://adapters/bottles/may" in done.output
+    assert "uploaded: the adapter is at s3://adapters/bottles/may" in done.output
     system = fsspec.filesystem("s3", skip_instance_cache=True)
     found = sorted(system.ls("adapters/bottles/may", detail=False))
     assert [path.rpartition("/")[2] for path in found] == NAMES

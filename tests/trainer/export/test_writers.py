@@ -143,7 +143,7 @@ def test_an_update_shows_that_is_more_than_half_the_last_digit_of_its_layers_wei
 
 def test_a_file_that_changes_nothing_though_its_updates_would_show_is_refused() -> None:
     nothing = ExportCheck(deviation=0.0, effect=0.0, output=1.0, noise=0.1, shows=True)
-    with pytest.raises(NumericalError, match="changes nothing in unet, though its updates are"):
+    with pytest.raises(NumericalError, match="changes nothing in unet, although its updates are"):
         check_output(nothing, torch.bfloat16, Path("a.safetensors"))
 
 

@@ -108,7 +108,7 @@ def test_rollback_returns_to_the_checkpoint_before_and_goes_on_with_unseen_data(
     assert position.rollback is not None
     assert (position.rollback.back_to, position.rollback.found_at) == (3, 4)
     assert position.rollback.skipped == (9, 15)
-    assert "left out the data of micro-steps 9 to 14" in engine.warnings[0]
+    assert "skipped the data of micro-steps 9 to 14" in engine.warnings[0]
 
     # The same as a run whose data never had those micro-batches.
     other = Engine(tmp_path / "other")
@@ -170,7 +170,7 @@ def test_a_run_cut_after_its_rollback_ends_with_the_same_bits(tmp_path: Path) ->
 def test_without_a_checkpoint_from_before_the_run_fails_with_a_sentence(tmp_path: Path) -> None:
     engine = Engine(tmp_path, policy=Health(policy="Rollback"))
     broken_at(engine, 10)
-    with pytest.raises(PolicyError, match="no checkpoint from before step 4 is left"):
+    with pytest.raises(PolicyError, match="there is no checkpoint from before step 4"):
         engine.train(every=100)
 
 

@@ -112,7 +112,7 @@ def test_the_state_survives_a_checkpoint() -> None:
 
 def test_the_same_state_is_saved_as_the_same_bytes_whatever_the_order_of_its_hashes() -> None:
     names = [f"Finding{n}" for n in range(40)]
-    state = WatchState(drain_reports=frozenset(names), active=frozenset(names[:9]))
+    state = WatchState(judged=frozenset(names), active=frozenset(names[:9]))
     saved = to_json(state)
     assert (saved["judged"], saved["active"]) == (sorted(names), names[:9])
 

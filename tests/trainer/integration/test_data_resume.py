@@ -37,7 +37,7 @@ def test_a_run_stopped_while_its_data_is_looked_at_begins_anew(
         patch.setattr(StopRequest, "requested", property(lambda self: next(left, None) is None))
         stopped = in_this_process(given)
     assert stopped.exit_code == 75, stopped.output
-    assert re.search("stopped while the data was looked at, [1-7] of 8 images", stopped.output)
+    assert re.search("stopped while the data was checked, [1-7] of 8 images", stopped.output)
     assert in_this_process(given).exit_code == 0
 
 

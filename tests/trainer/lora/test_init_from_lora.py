@@ -229,7 +229,7 @@ def test_a_run_starts_from_the_adapter_that_another_run_made(
         ]
     )
     assert second.exit_code == 0, second.output
-    assert f"adapter: starts from {made}" in second.output
+    assert f"adapter: initialised from {made}" in second.output
     assert "a fresh adapter" not in second.output
     before = load_file(made)
     after = load_file(tmp_path / "two" / "out" / "adapter" / "pytorch_lora_weights.safetensors")

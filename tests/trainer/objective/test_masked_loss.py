@@ -11,7 +11,7 @@ from PIL import Image
 from kubelora_api import dataset_spec
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size
-from kubelora_trainer.data.cropping import cut_image
+from kubelora_trainer.data.cropping import crop_image
 from kubelora_trainer.data.dataset import ImageDataset, build_dataset
 from kubelora_trainer.data.images import BadImageError, Conversion, decode_image
 from kubelora_trainer.models.pipeline import BaseModel
@@ -45,8 +45,8 @@ def test_each_latent_counts_by_the_mean_opacity_of_its_8_by_8_pixels(tmp_path: P
     opacity = np.zeros((64, 64))
     opacity[:, :28] = 255
     decoded = decode_image(_picture(tmp_path / "a.png", opacity), alpha="mask")
-    assert Conversion("loss mask", "by its transparency") in decoded.conversions
-    mask = cut_image(decoded.image, Size(64, 64), 0.5, 0.5, mask=decoded.mask).mask
+    assert Conversion("loss mask", "taken from its transparency") in decoded.conversions
+    mask = crop_image(decoded.image, Size(64, 64), 0.5, 0.5, mask=decoded.mask).mask
     assert mask is not None
     assert mask.shape == (1, 8, 8)
     row = [1.0, 1.0, 1.0, pytest.approx(0.5, abs=1 / 255), 0.0, 0.0, 0.0, 0.0]
@@ -65,7 +65,7 @@ def test_the_mask_is_cut_and_mirrored_as_the_pixels_are(
     Image.fromarray(np.dstack([ramp, ramp, ramp, ramp])).save(path)
     grey = Image.fromarray(ramp).convert("RGB")
     decoded = decode_image(path, alpha="mask")
-    cut = cut_image(grey, target, across, down, mirrored=mirrored, mask=decoded.mask)
+    cut = crop_image(grey, target, across, down, mirrored=mirrored, mask=decoded.mask)
     assert cut.mask is not None
     brightness = (cut.pixels[:1] + 1) / 2
     expected = torch.nn.functional.avg_pool2d(brightness, 8)
@@ -93,7 +93,7 @@ def test_an_opaque_image_has_no_mask_and_a_wholly_transparent_one_is_refused(
     assert decode_image(opaque, alpha="mask").mask is None
     clear = _picture(tmp_path / "b.png", np.zeros((16, 16)))
     assert decode_image(clear).mask is None
-    with pytest.raises(BadImageError, match="wholly transparent"):
+    with pytest.raises(BadImageError, match="fully transparent"):
         decode_image(clear, alpha="mask")
 
 

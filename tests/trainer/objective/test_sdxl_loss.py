@@ -15,7 +15,7 @@ from safetensors import safe_open
 from kubelora_api.spec import Adapter
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size
-from kubelora_trainer.data.cropping import cut_image
+from kubelora_trainer.data.cropping import crop_image
 from kubelora_trainer.data.images import decode_image
 from kubelora_trainer.lora.adapter import AdapterModule, add_adapter
 from kubelora_trainer.models.pipeline import BaseModel, load_base_model
@@ -50,7 +50,7 @@ def test_text_conditions_are_those_of_the_pipeline(
 def test_time_ids_are_those_of_the_pipeline_for_a_crop(demo: DemoPaths) -> None:
     """A landscape picture: heights come before widths everywhere."""
     pipeline = StableDiffusionXLPipeline.from_pretrained(demo.model)
-    square = cut_image(Image.new("RGB", (300, 200)), Size(64, 64), across=0.5, down=0.0)
+    square = crop_image(Image.new("RGB", (300, 200)), Size(64, 64), across=0.5, down=0.0)
     expected = pipeline._get_add_time_ids((200, 300), (0, 16), (64, 64), torch.float32, 32)
     assert torch.equal(torch.tensor([time_ids(square.sizes)]), expected)
 
@@ -67,7 +67,7 @@ def test_the_loss_is_the_sum_over_samples_of_each_ones_mean_squared_error(
     for draw in draws:
         entry = entries[draw.sample]
         picture = decode_image(demo.photos / entry["file_name"]).image
-        square = cut_image(picture, Size(64, 64), draw.across, draw.down)
+        square = crop_image(picture, Size(64, 64), draw.across, draw.down)
         with torch.no_grad():
             posterior = base.vae.encode(square.pixels[None]).latent_dist
             first = torch.Generator().manual_seed(draw.posterior_seed)

@@ -130,41 +130,41 @@ def noise(step: int) -> Tensor:
 
 def test_gradients_that_drop_together_take_their_moments_with_them() -> None:
     # Codes stay what they are, and the scale, in fp32, falls by 1 - beta2 in every step.
-    drain_reports = Judged(beta2=0.99)
-    shares = [drain_reports.step(noise(step) * OUTLIER) for step in range(100)]
+    judged = Judged(beta2=0.99)
+    shares = [judged.step(noise(step) * OUTLIER) for step in range(100)]
     assert max(shares[3:]) < 0.25
-    before = drain_reports.ratio
-    shares = [drain_reports.step(1e-4 * noise(step) * OUTLIER) for step in range(200)]
+    before = judged.ratio
+    shares = [judged.step(1e-4 * noise(step) * OUTLIER) for step in range(200)]
     assert max(shares) < 0.25
-    torch.testing.assert_close(drain_reports.ratio, before, rtol=1e-4, atol=0)
+    torch.testing.assert_close(judged.ratio, before, rtol=1e-4, atol=0)
 
 
 def test_a_moment_is_stuck_where_its_blocks_largest_keeps_its_gradient() -> None:
     # A step takes off 1 %, a code is 3 % and more at a hundredth of the scale and below.
-    drain_reports = Judged(beta2=0.99)
-    shares = [drain_reports.step(noise(step) * OUTLIER) for step in range(100)]
+    judged = Judged(beta2=0.99)
+    shares = [judged.step(noise(step) * OUTLIER) for step in range(100)]
     assert max(shares[3:]) < 0.25
     rest = torch.where(OUTLIER == 1.0, 1e-3, 1.0)
-    shares = [drain_reports.step(noise(step) * OUTLIER * rest) for step in range(100, 300)]
+    shares = [judged.step(noise(step) * OUTLIER * rest) for step in range(100, 300)]
     assert shares[0] < 0.25
     # Unmoved, they are off by 4 after 138 steps, for 0.99^138 = 1/4, and by 7.5 after 200.
     assert shares[90] < 0.5 < shares[150]
     assert shares[-1] > 0.8
-    assert float(drain_reports.ratio[OUTLIER == 1.0].median()) > 3.0
-    assert 0.9 < float(drain_reports.ratio[OUTLIER != 1.0].median()) < 1.1
+    assert float(judged.ratio[OUTLIER == 1.0].median()) > 3.0
+    assert 0.9 < float(judged.ratio[OUTLIER != 1.0].median()) < 1.1
 
 
 def test_moments_below_the_reach_of_8_bits_are_stuck_at_zero() -> None:
     # The smallest code is 3.25e-7 of the scale, and half of it rounds to 0: gradients below 1/2500.
-    drain_reports = Judged(beta2=0.99)
-    assert drain_reports.step(noise(0) * torch.where(OUTLIER == 1.0, 1.0, 1e5)) > 0.9
+    judged = Judged(beta2=0.99)
+    assert judged.step(noise(0) * torch.where(OUTLIER == 1.0, 1.0, 1e5)) > 0.9
 
 
 def test_a_step_that_is_left_out_leaves_the_comparison_as_it_is() -> None:
-    drain_reports = Judged(beta2=0.99)
-    share = [drain_reports.step(noise(step)) for step in range(5)][-1]
-    assert drain_reports.step(torch.full((64 * 256,), 1e3), NOT_FINITE) == share
-    assert drain_reports.step(noise(5)) < 0.25
+    judged = Judged(beta2=0.99)
+    share = [judged.step(noise(step)) for step in range(5)][-1]
+    assert judged.step(torch.full((64 * 256,), 1e3), NOT_FINITE) == share
+    assert judged.step(noise(5)) < 0.25
 
 
 def test_a_resumed_run_compares_with_the_same_moments(tmp_path: Path) -> None:

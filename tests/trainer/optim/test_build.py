@@ -340,7 +340,7 @@ def test_the_watchdog_judges_a_run_of_every_optimizer(tmp_path: Path, name: Opti
     engine = Engine(tmp_path, rank=64, width=64, steps=12, optimizer={"name": name})
     engine.train()
     assert engine.reporter.watch.verdict == "Healthy"
-    assert "UpdatesLost" in engine.reporter.watch.drain_reports
+    assert "UpdatesLost" in engine.reporter.watch.judged
 
 
 @pytest.mark.parametrize("name", NAMES)

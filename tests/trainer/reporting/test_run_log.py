@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from kubelora_trainer.reporting.run_log import kept_to_the_end
+from kubelora_trainer.reporting.run_log import flush_on_error
 from kubelora_trainer.telemetry.step_metrics import GROUP_FIELDS
 from kubelora_trainer.utils.errors import NumericalError
 from tests.trainer.fixtures.engine import Engine, Loss
@@ -103,7 +103,7 @@ def test_the_steps_before_an_error_are_kept_and_come_once_after_a_resume(tmp_pat
         return Loss(loss.loss_sum * (float("nan") if micro_step == 13 else 1.0), loss.samples)
 
     object.__setattr__(engine.parts, "objective", poisonous)
-    with pytest.raises(NumericalError), kept_to_the_end(engine.run_log):
+    with pytest.raises(NumericalError), flush_on_error(engine.run_log):
         engine.train()
     (part,) = sorted((tmp_path / "metrics.parts").iterdir())
     steps = {r["step"] for r in rows(part)}
@@ -163,7 +163,10 @@ def test_a_part_that_a_crash_has_damaged_costs_its_rows_alone_and_is_told(
     assert [part.name for part in (tmp_path / "metrics.parts").iterdir()] == [
         f"{parts[1].name}.corrupt"
     ]
-    assert f"{parts[1].name}.corrupt: damaged, so the log lacks rows of it" in again.warnings[-1]
+    assert (
+        f"{parts[1].name}.corrupt: damaged, so its rows are missing from the log"
+        in again.warnings[-1]
+    )
 
 
 def test_the_documents_example_runs_on_a_real_log(

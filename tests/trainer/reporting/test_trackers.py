@@ -147,7 +147,7 @@ def test_a_tracker_that_can_not_begin_is_told_once_and_counted_and_the_run_is_do
         given += ["--set", setting]
     done = in_this_process(given)
     assert done.exit_code == 0, done.output
-    assert done.output.count("tracking: mlflow failed and is left out from here on") == 1
+    assert done.output.count("tracking: mlflow failed and is now disabled") == 1
     assert list((tmp_path / "out" / "tensorboard").rglob("events.*"))
     assert registry.get_sample_value("kubelora_trackers_failed") == 1
 
@@ -304,7 +304,7 @@ def test_a_full_disk_leaves_tensorboard_out_and_ends_nothing(tracked: Path) -> N
             tracking.log_samples([image], step)
         tracking.finish(ExitCode.DONE)
     [sentence] = said
-    assert sentence.startswith("tracking: tensorboard failed and is left out from here on")
+    assert sentence.startswith("tracking: tensorboard failed and is now disabled")
     assert "File too large" in sentence
 
 
@@ -358,7 +358,7 @@ def test_one_that_fails_on_the_way_is_dropped_and_the_others_go_on() -> None:
     plain = {"loss": 0.7, "grad_norm": 2.0, "learning_rate": 1e-4}
     assert working.values == [plain, plain, {**plain, "loss/cans": 0.5}]
     assert said == [
-        "tracking: wandb failed and is left out from here on; the run goes on (no route to host)"
+        "tracking: wandb failed and is now disabled; continuing without it (no route to host)"
     ]
 
 

@@ -48,7 +48,7 @@ def test_one_file_is_fetched_and_nothing_beside_it(hub: Hub) -> None:
 def test_the_revision_stands_behind_the_file(hub: Hub) -> None:
     file = resolve_input("hf://org/models/fine.safetensors@v1", {}, content="model")
     assert file.read_bytes() == b"of v1"
-    with pytest.raises(StorageError, match=r"a file stands before it: hf://org/repo/file@"):
+    with pytest.raises(StorageError, match=r"a file goes before the revision: hf://org/repo/file@"):
         resolve_input("hf://org/models@v1/fine.safetensors", {}, content="model")
 
 

@@ -45,7 +45,7 @@ def _other_weights(copy: DemoPaths) -> None:
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        (_caption, "as many images, but other bytes, captions, categories or order"),
+        (_caption, "the same number of images, but different bytes, captions, categories or order"),
         (_image_more, "8 usable images then, 9 now"),
         (_other_weights, "the base model in pvc://model changed since this run began"),
     ],

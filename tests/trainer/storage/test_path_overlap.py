@@ -28,9 +28,9 @@ def test_an_output_inside_the_data_is_refused_whatever_way_the_places_are_named(
     (tmp_path / "photos" / "out").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "photos")
     for data in ("pvc://studio/photos", str(tmp_path / "photos"), str(tmp_path / "link")):
-        with pytest.raises(OutputError, match=r"photos/out lies in spec\.dataset\.uri "):
+        with pytest.raises(OutputError, match=r"photos/out is inside spec\.dataset\.uri "):
             _apart(tmp_path, "photos/out", dataset={"uri": data})
-    with pytest.raises(OutputError, match=r"lies in spec\.dataset\.extraSources\[0\]\.uri"):
+    with pytest.raises(OutputError, match=r"is inside spec\.dataset\.extraSources\[0\]\.uri"):
         _apart(tmp_path, "photos/out", dataset={"extraSources": [{"uri": "pvc://studio/photos"}]})
     with pytest.raises(OutputError, match="lies in"):
         _apart(tmp_path, "photos", dataset={"uri": "pvc://studio/photos"})
@@ -56,7 +56,7 @@ def test_an_input_that_replacing_would_clear_away_is_refused(
     tmp_path: Path, group: str, field: str, inside: str
 ) -> None:
     given = {group: {field: f"pvc://studio/run/{inside}"}}
-    with pytest.raises(OutputError, match=rf"^spec\.{group}\.{field} .*clear away before"):
+    with pytest.raises(OutputError, match=rf"^spec\.{group}\.{field} .*delete before"):
         _apart(tmp_path, "run", output={"replaceExisting": True}, **given)
     _apart(tmp_path, "run", **given)  # nothing is cleared away
 

@@ -162,11 +162,11 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(
 ) -> None:
     given = arguments(tmp_path, demo)
     first = in_this_process([*given, "--set", "spec.training.steps=2"])
-    assert "begins at its first step again" not in first.output
+    assert "restarts at its first step" not in first.output
     shutil.rmtree(tmp_path / "out" / "checkpoints")
     longer = in_this_process([*given, "--set", "spec.training.steps=3"])
     assert longer.exit_code == 0, longer.output
-    assert "no checkpoint of this run is left, so it begins at its first step" in longer.output
+    assert "no checkpoint of this run is left, so it restarts at its first step" in longer.output
     steps = pq.read_table(tmp_path / "out" / "metrics.parquet")["step"].to_pylist()
     assert sorted(set(steps)) == [1, 2, 3]
     assert steps.count(1) == steps.count(3)

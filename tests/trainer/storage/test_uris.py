@@ -36,7 +36,7 @@ def test_a_claim_is_what_mount_names_or_where_a_pod_mounts_it(tmp_path: Path) ->
 def test_a_claim_that_is_not_here_says_how_to_stand_in_for_it(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"claim photos .*--mount photos=DIR"):
         resolve_input("pvc://photos/bottles", {}, claims=tmp_path)
-    with pytest.raises(StorageError, match="what --mount names, is no folder"):
+    with pytest.raises(StorageError, match="what --mount names, is not a folder"):
         resolve_input("pvc://photos/x", {"photos": tmp_path / "none"}, claims=tmp_path)
     with pytest.raises(StorageError, match="--mount adapters=DIR"):
         resolve_output("pvc://adapters/x", {}, claims=tmp_path)
@@ -155,7 +155,7 @@ def test_a_bucket_is_copied_once_and_again_when_it_changes(tmp_path: Path) -> No
     assert second != first
     assert (second / "c.txt").read_text() == "4"
     assert not list((tmp_path / "buckets").glob(".partial-*"))
-    with pytest.raises(StorageError, match=r"can't be fetched|holds no files"):
+    with pytest.raises(StorageError, match=r"can't be downloaded|holds no files"):
         download_tree(system, "memory://bottles/none", tmp_path)
 
 

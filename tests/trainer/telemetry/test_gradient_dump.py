@@ -217,9 +217,9 @@ def test_the_command_prints_what_was_dumped(tmp_path: Path) -> None:
         "0",
     ]
     assert shown(str(tmp_path / "gradients"), "--limit", "2")[1][-1] == (
-        "22 more rows; --limit shows them"
+        "22 more rows; raise --limit to see them"
     )
-    assert "none of them is chosen" in shown(str(tmp_path), "--step", "9")[1][-1]
+    assert "none of them matches" in shown(str(tmp_path), "--step", "9")[1][-1]
 
 
 def test_a_folder_without_gradients_and_a_damaged_file_are_sentences(tmp_path: Path) -> None:

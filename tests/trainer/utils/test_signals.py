@@ -89,10 +89,10 @@ BEFORE_TRAINING = "nothing had been trained since the start"
             f"while the model was fetched; {BEFORE_TRAINING}",
         ),
         ("kubelora_trainer.training.setup._model_folder", "while the model was fetched"),
-        ("kubelora_trainer.training.setup.resolve_folder", "while the data was fetched"),
+        ("kubelora_trainer.training.setup.resolve_dataset_folder", "while the data was fetched"),
         (
             "kubelora_trainer.training.setup.build_dataset",
-            "while the data was looked at, 1 of 8 images",
+            "while the data was checked, 1 of 8 images",
         ),
         ("kubelora_trainer.training.setup.load_base_model", "while the model was read"),
         ("kubelora_trainer.training.rank_sync.resume", "at step 0 of 3; a checkpoint is saved"),
@@ -278,11 +278,11 @@ def test_a_second_ctrl_c_ends_at_once_and_tells_what_is_lost(
     (tmp_path / "pipe").replace(manifest)
     hanging = os.open(manifest, os.O_WRONLY)
     terminal.press_ctrl_c()
-    terminal.until("Ctrl-C again ends at once")
+    terminal.until("press Ctrl-C again to stop now")
     terminal.press_ctrl_c()
     assert terminal.exit_code() == 130, terminal.seen
     os.close(hanging)
-    said = f"no checkpoint was saved since step {newest()}, from which the same command goes on"
+    said = f"no checkpoint was saved since step {newest()}, from which the same command resumes"
     assert said in terminal.seen
     assert terminal.seen.rindex("\x1b[?25h") > terminal.seen.rindex("\x1b[?25l"), "hidden cursor"
     assert "Traceback" not in terminal.seen

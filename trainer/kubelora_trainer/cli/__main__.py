@@ -1,4 +1,4 @@
-"""Runs the command line as a module: `python -m kubelora_trainer.cli`."""
+"""Entry point of `python -m kubelora_trainer.cli`."""
 
 from kubelora_trainer.cli.main import main
 

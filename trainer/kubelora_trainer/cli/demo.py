@@ -1,7 +1,7 @@
-"""`kubelora demo`: a tiny SDXL pipeline and a folder of real photographs, to try everything with.
+"""`kubelora demo`: a tiny SDXL pipeline and a folder of real photographs to try everything with.
 
-The model has SDXL's classes and layout and random weights; the vocabulary and the photographs come
-out of installed packages, so nothing is downloaded and nothing large is kept in the repository.
+The model has SDXL's classes and layout with random weights. Vocabulary and photographs come from
+installed packages, so nothing is downloaded and nothing large is stored in the repository.
 """
 
 import json
@@ -29,26 +29,32 @@ PHOTOGRAPHS: tuple[tuple[str, str], ...] = (
     ("grass.png", "a black and white photo of grass"),
     ("brick.png", "a black and white photo of a brick wall"),
 )
-"""File of scikit-image's wheel and its caption, the most telling first."""
+"""Files of scikit-image's wheel and their captions, the most distinctive first."""
 
 
 @dataclass(frozen=True)
 class DemoPaths:
-    """Where the demo was written."""
+    """Directories of the demo."""
 
     model: Path
     photos: Path
 
 
 def create_demo(directory: Path, layout: TinyLayout, *, images: int = 8) -> DemoPaths:
-    """Write ``directory/model`` and ``directory/photos`` anew; the same bytes every time.
+    """Write ``directory/model`` and ``directory/photos``, with the same bytes every time.
 
-    images: photographs to copy, 1 to 12.
-    Raises ConfigurationError when an optional package is missing or a folder holds something else.
+    Args:
+        directory: Parent directory.
+        layout: Size of the model.
+        images: Number of photographs, 1 to 12.
+
+    Raises:
+        ConfigurationError: An optional package is missing, or a directory holds something else.
     """
     if not 1 <= images <= len(PHOTOGRAPHS):
         raise ConfigurationError(
-            f"The demo has 1 to {len(PHOTOGRAPHS)} photographs, not {images}: choose in between."
+            f"The demo has 1 to {len(PHOTOGRAPHS)} photographs, not {images}: choose a number in "
+            "this range."
         )
     vocabulary = _package_file("open_clip", "bpe_simple_vocab_16e6.txt.gz")
     sources = [_package_file("skimage", f"data/{name}") for name, _ in PHOTOGRAPHS[:images]]
@@ -65,7 +71,7 @@ def create_demo(directory: Path, layout: TinyLayout, *, images: int = 8) -> Demo
 
 
 def _package_file(package: str, name: str) -> Path:
-    """A data file of an installed package, found without importing the package."""
+    """Locate a data file of an installed package without importing the package."""
     spec = find_spec(package)
     if spec is not None and spec.submodule_search_locations:
         path = Path(spec.submodule_search_locations[0]) / name
@@ -78,7 +84,7 @@ def _package_file(package: str, name: str) -> Path:
 
 
 def _clear(folder: Path, mark: str) -> None:
-    """Remove an earlier demo; anything else there is the user's and stays."""
+    """Remove an earlier demo; anything else there belongs to the user and is kept."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / mark).is_file():

@@ -1,4 +1,4 @@
-"""`kubelora gradients`: what dumped gradients hold, as a table."""
+"""`kubelora gradients`: a table of the dumped gradients."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Choice:
-    """Which gradients to show. step, pattern: None for all. limit: most rows."""
+    """Selection of gradients. step, pattern: None for all. limit: maximum number of rows."""
 
     step: int | None
     pattern: str | None
@@ -37,15 +37,15 @@ class Choice:
 
 
 def gradient_lines(folder: Path, choice: Choice) -> Iterator[str]:
-    """Lines to print, a head first and what was left out last.
+    """Yield the lines to print, with a header first and the number of omitted rows last.
 
-    folder: a run's output folder, or the gradients in it. Raises OutputError where there
-    are none, or a file is damaged.
+    folder: a run's output directory, or the directory of gradients in it. Raises OutputError if
+    there are none, or a file is damaged.
     """
     files = dumped_files(folder / OutputPath.GRADIENTS) or dumped_files(folder)
     if not files:
         raise OutputError(
-            f"{folder}: no dumped gradients here; spec.health.dumpGradients writes some, into the "
+            f"{folder}: no dumped gradients here; spec.health.dumpGradients writes them to the "
             f"folder {OutputPath.GRADIENTS} of a run's output"
         )
     rows = [row for file in files for row in _rows(file, choice)]
@@ -54,10 +54,10 @@ def gradient_lines(folder: Path, choice: Choice) -> Iterator[str]:
     for row in shown:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     if len(rows) > choice.limit:
-        yield f"{len(rows) - choice.limit} more rows; --limit shows them"
+        yield f"{len(rows) - choice.limit} more rows; raise --limit to see them"
     elif not rows:
         meant = suggest_parts(choice.pattern or "", _names(files))
-        yield f"none of them is chosen{meant or ';'} leave out --step or --module to see all"
+        yield f"none of them matches{meant or ';'} omit --step or --module to see all"
 
 
 def _names(files: list[Path]) -> Iterator[str]:
@@ -75,7 +75,7 @@ def _rows(file: Path, choice: Choice) -> Iterator[tuple[str, ...]]:
                 return
             rank = about.get("rank", "?")
             scale = float(about.get("loss_scale", "1"))
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 module = name.rpartition(".")[0]
                 if choice.pattern is None or any(
                     matches(choice.pattern, text) for text in (name, module)
@@ -89,7 +89,7 @@ def _rows(file: Path, choice: Choice) -> Iterator[tuple[str, ...]]:
 
 
 def _numbers(gradient: Tensor, loss_scale: float) -> tuple[str, ...]:
-    """Without the loss scale, as conditions are judged."""
+    """Compute a row's numbers without the loss scale, as conditions are evaluated."""
     values = gradient.double() / loss_scale
     broken = int((~values.isfinite()).sum())
     return (

@@ -1,7 +1,7 @@
-"""Job files: from a path to a typed job, with the file and line of whatever is wrong.
+"""Job files: from a path to a typed job, with file and line of every problem.
 
-YAML is read as kubectl reads it, so that one file means the same on a laptop and on a cluster:
-``1e-4`` is a number, a date is text, and a key given twice is an error.
+YAML is read as kubectl reads it, so that a file means the same on a laptop and on a cluster:
+``1e-4`` is a number, a date is text, and a duplicate key is an error.
 """
 
 import re
@@ -22,28 +22,29 @@ from kubelora_trainer.utils.errors import ConfigurationError
 from kubelora_trainer.utils.paths import did_you_mean_path
 
 _MAX_BYTES = 3 * 1024 * 1024
-"""The API server takes no larger object either."""
+"""The API server's own limit."""
 _MAX_DIGITS = 400
 _SHOWN = 40
-"""Characters of a value that a sentence shows."""
+"""Number of characters of a value that a message shows."""
 _PATH = re.compile(r"[\w-]+(\[\d+\])*(\.[\w-]+(\[\d+\])*)*")
 
 
 class _KubernetesLoader(yaml.SafeLoader):
-    """SafeLoader with Go's idea of numbers, no dates, no duplicate keys, and JSON's characters."""
+    """A SafeLoader with Go's number syntax, no dates, no duplicate keys, and JSON's escapes."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """What the constructors make of digits and tags that do not fit together, with its line."""
+        """Report a constructor's failure with the line of the value."""
         try:
             return super().construct_object(node, deep=deep)
         except (ValueError, KeyError, TypeError, AttributeError):
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(
-                problem=f"no {kind}: {str(node.value)[:_SHOWN]!r}", problem_mark=node.start_mark
+                problem=f"not a valid {kind}: {str(node.value)[:_SHOWN]!r}",
+                problem_mark=node.start_mark,
             ) from None
 
     def construct_scalar(self, node: yaml.Node) -> Any:
-        """JSON writes what is beyond 16 bits, as emoji are, as a pair of escapes: put together."""
+        """Join surrogate pairs, by which JSON escapes characters beyond 16 bits, such as emoji."""
         value = super().construct_scalar(node)  # type: ignore[arg-type]
         if not isinstance(value, str) or value.isascii():
             return value
@@ -94,7 +95,10 @@ _KubernetesLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 class JobDocument:
     """One document of a job file.
 
-    lines: line (from 1) of each field, by its path from the document's root.
+    Attributes:
+        path: Path of the file.
+        document: Content.
+        lines: Line (from 1) of each field, by its path from the document's root.
     """
 
     path: str
@@ -103,12 +107,12 @@ class JobDocument:
 
     @property
     def name(self) -> str:
-        """The job's, as it stands there."""
+        """The job's name, as written."""
         metadata = self.document.get("metadata")
         return str(metadata.get("name")) if isinstance(metadata, dict) else "no name"
 
     def located(self, problem: Problem) -> str:
-        """``file:line: field: sentence``; an absent field is placed at its nearest parent."""
+        """Format ``file:line: field: problem``; an absent field gets its parent's line."""
         field = problem.path
         while field and field not in self.lines:
             field = re.sub(r"(\.[^.\[]+|\[\d+\]|^[^.\[]+)$", "", field)
@@ -117,7 +121,7 @@ class JobDocument:
     def refuse(
         self, problems: Iterable[Problem], settings: Iterable[str] = ()
     ) -> ConfigurationError:
-        """An error that tells every problem on a line of its own, and the setting it is from."""
+        """Build an error with every problem on its own line, and the --set that caused it."""
         given = {setting.partition("=")[0]: setting for setting in settings}
         return ConfigurationError(
             "\n".join(
@@ -130,15 +134,15 @@ class JobDocument:
 
 
 def _setting_above(field: str, given: Iterable[str]) -> str | None:
-    """The path that was set and is the field, or holds it."""
+    """Return the --set path that is the field or one of its parents."""
     return next((p for p in given if f"{field}.".startswith((f"{p}.", f"{p}["))), None)
 
 
 def load_job_documents(path: str) -> list[JobDocument]:
-    """Every LoraTrainingJob in the file at ``path`` (``-``: standard input).
+    """Load every LoraTrainingJob in the file at ``path`` (``-``: standard input).
 
-    Objects of other kinds, which a file for kubectl may hold too, are left out.
-    Raises ConfigurationError when the file can't be read, is not YAML, or holds no such job.
+    Objects of other kinds, which a file for kubectl may hold too, are skipped. Raises
+    ConfigurationError if the file cannot be read, is not YAML, or holds no such job.
     """
     text = _read(path)
     found: list[JobDocument] = []
@@ -158,17 +162,22 @@ def load_job_documents(path: str) -> list[JobDocument]:
     if not jobs:
         kinds = ", ".join(str(d.document.get("kind")) for d in found) or "nothing"
         raise ConfigurationError(
-            f"{path}: no {names.KIND} in this file (found: {kinds}); begin it with "
+            f"{path}: no {names.KIND} in this file (found: {kinds}); start it with "
             f"'apiVersion: {names.API_VERSION}' and 'kind: {names.KIND}'"
         )
     return jobs
 
 
 def load_job(path: str, settings: Iterable[str] = (), *, local: bool = True) -> LoraTrainingJob:
-    """The one job in a file, with ``settings`` (``spec.training.steps=10``) applied.
+    """Load the only job of a file.
 
-    local: take paths of this machine where the cluster takes URIs alone.
-    Raises ConfigurationError with file and line of every problem.
+    Args:
+        path: The file, or ``-`` for standard input.
+        settings: Overrides, such as ``spec.training.steps=10``.
+        local: Accept local paths where the cluster accepts only URIs.
+
+    Raises:
+        ConfigurationError: Lists every problem with file and line.
     """
     documents = load_job_documents(path)
     if len(documents) > 1:
@@ -187,7 +196,7 @@ def load_job(path: str, settings: Iterable[str] = (), *, local: bool = True) -> 
 
 
 def check_paths(settings: Iterable[str]) -> None:
-    """Raise ConfigurationError, with what was meant, for a setting of a field that there is not."""
+    """Check that every override names an existing field. Raises ConfigurationError."""
     for setting in settings:
         path, equals, _ = setting.partition("=")
         wrong = wrong_path(path) if equals and _PATH.fullmatch(path) else None
@@ -196,10 +205,10 @@ def check_paths(settings: Iterable[str]) -> None:
 
 
 def apply_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """A copy of ``document`` with each ``path=value`` set; the value is read as YAML.
+    """Return a copy of ``document`` with each ``path=value`` set; values are parsed as YAML.
 
-    Paths start at the document's root; list items are ``[0]``. Missing groups are created.
-    Raises ConfigurationError when a setting has no such form or steps into a value.
+    Paths start at the document's root; list items are ``[0]``. Missing parents are created. Raises
+    ConfigurationError if a setting has another form or descends into a scalar.
     """
     changed = deepcopy(document)
     for setting in settings:
@@ -248,7 +257,7 @@ def _read(path: str) -> str:
 
 
 def _without_tabs(text: str) -> str:
-    """JSON may be indented by tabs, which YAML takes for an error."""
+    """Replace tab indentation, which JSON allows and YAML does not."""
     if not text.lstrip("\ufeff \t\r\n").startswith("{"):
         return text
     return re.sub(r"^[ \t]+", lambda indent: " " * len(indent[0]), text, flags=re.MULTILINE)
@@ -282,9 +291,9 @@ def _document(path: str, node: yaml.Node) -> JobDocument:
 def _collect_lines(
     node: yaml.Node, path: str, lines: dict[str, int], parents: frozenset[int]
 ) -> None:
-    """Note the line of every field. Raises on a key given twice and on an alias to a parent."""
+    """Record the line of every field; reject duplicate keys and aliases to a parent."""
     if id(node) in parents:
-        raise yaml.MarkedYAMLError(problem="an alias holds itself", problem_mark=node.start_mark)
+        raise yaml.MarkedYAMLError(problem="an alias contains itself", problem_mark=node.start_mark)
     parents = parents | {id(node)}
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
@@ -292,7 +301,7 @@ def _collect_lines(
             name = str(key.value)
             if name in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {name!r} stands twice", problem_mark=key.start_mark
+                    problem=f"the key {name!r} appears twice", problem_mark=key.start_mark
                 )
             seen.add(name)
             below = f"{path}.{name}" if path else name

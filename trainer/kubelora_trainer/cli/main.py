@@ -1,7 +1,7 @@
-"""`kubelora`: train, validate, demo. The same command on a laptop and in a pod.
+"""`kubelora`: train, validate, demo. The command is the same on a laptop and in a pod.
 
-Heavy libraries are imported inside the commands that need them: `--help` and `validate` answer at
-once. Every foreseen failure is one sentence on standard error and an exit code of the contract.
+Slow libraries are imported inside the commands that need them, so that `--help` and `validate` are
+instant. Every expected failure is one message on standard error and a documented exit code.
 """
 
 import os
@@ -29,13 +29,13 @@ Examples:
 
 \b
 Exit codes: 0 done, 2 wrong configuration or data, 3 numerical failure,
-75 interrupted after a checkpoint, 130 ended at once by a second Ctrl-C;
-anything else was not foreseen.
+75 interrupted after a checkpoint, 130 stopped at once by a second Ctrl-C;
+anything else is an unexpected failure.
 """
 
 
 class Commands(click.Group):
-    """A group whose foreseen failures end in a sentence and the contract's exit code."""
+    """A click group that turns expected failures into a message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
@@ -53,11 +53,12 @@ def main() -> None:
 
 
 @main.command(
+    "train",
     epilog="""\b
 Examples:
   kubelora train job.yaml --mount photos=./photos --mount adapters=./runs
   kubelora train job.yaml --set spec.training.steps=10 --set spec.training.device=cpu
-"""
+""",
 )
 @click.argument("file")
 @click.option(
@@ -72,7 +73,7 @@ Examples:
     "mounts",
     multiple=True,
     metavar="CLAIM=DIR",
-    help="A folder of this machine that stands in for a claim of pvc:// URIs.",
+    help="A local folder to use for a claim of pvc:// URIs.",
 )
 @click.option(
     "--metrics-port",
@@ -80,13 +81,13 @@ Examples:
     help=f"Port of /metrics, /status and /healthz. Default: {names.METRICS_PORT} in a pod, "
     "a free one elsewhere.",
 )
-def train(
+def train_command(
     file: str, settings: tuple[str, ...], mounts: tuple[str, ...], metrics_port: int | None
 ) -> None:
     """Train the LoraTrainingJob in FILE (- for standard input) on this machine.
 
-    Ctrl-C saves a checkpoint and ends; a second one ends at once. Run the same command again to
-    go on.
+    Ctrl-C saves a checkpoint and stops; a second one stops at once. Run the same command again to
+    resume.
     """
     stop = StopRequest()
     stop.install()
@@ -94,7 +95,7 @@ def train(
 
     folders = parse_mounts(mounts)
     job = load_job(file, settings)
-    for sentence in stray_mounts(folders, job):
+    for sentence in unused_mounts(folders, job):
         click.echo(f"warning: {sentence}", err=True)
 
     from kubelora_trainer.distributed.topology import node_topology
@@ -132,16 +133,14 @@ Examples:
 """
 )
 @click.argument("files", nargs=-1, required=True)
-@click.option(
-    "--local", is_flag=True, help="Take paths of this machine too, as `kubelora train` does."
-)
+@click.option("--local", is_flag=True, help="Accept local paths too, as `kubelora train` does.")
 @click.option(
     "--against",
     metavar="OLD",
-    help="The running resource (kubectl get ltj NAME -o yaml): may it change to FILES?",
+    help="The running resource (kubectl get ltj NAME -o yaml): check its change to FILES.",
 )
 def validate(files: tuple[str, ...], local: bool, against: str | None) -> None:
-    """Judge job files as the API server would, before anything is sent."""
+    """Check job files as the API server would, before anything is sent."""
     from kubelora_trainer.cli.validate import validate_files
 
     for line in validate_files(files, local=local, against=against):
@@ -160,7 +159,7 @@ Example:
     type=click.Choice(["small", "full"]),
     default="small",
     show_default=True,
-    help="small is quick; full has SDXL's blocks and depths.",
+    help="small is fast; full has SDXL's blocks and depths.",
 )
 def demo(directory: Path, layout: str) -> None:
     """Write a tiny SDXL model (random weights) and a few real photographs to DIRECTORY."""
@@ -185,9 +184,15 @@ Examples:
 @click.option(
     "--module",
     metavar="PATTERN",
-    help="Only modules or factors whose name ends so (a regular expression).",
+    help="Only modules or factors whose name ends with this regular expression.",
 )
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="Most rows.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="Maximum number of rows.",
+)
 def gradients(folder: Path, step: int | None, module: str | None, limit: int) -> None:
     """Show the raw gradients that health.dumpGradients wrote to FOLDER, a run's output."""
     import re
@@ -203,7 +208,7 @@ def gradients(folder: Path, step: int | None, module: str | None, limit: int) ->
 
 
 def parse_mounts(mounts: tuple[str, ...]) -> dict[str, Path]:
-    """``claim=dir`` arguments as a mapping. Raises ConfigurationError."""
+    """Parse ``claim=dir`` arguments. Raises ConfigurationError."""
     folders: dict[str, Path] = {}
     for mount in mounts:
         claim, equals, folder = mount.partition("=")
@@ -215,33 +220,38 @@ def parse_mounts(mounts: tuple[str, ...]) -> dict[str, Path]:
     return folders
 
 
-def stray_mounts(
+def unused_mounts(
     folders: Mapping[str, Path], job: LoraTrainingJob, claims: Path = Path(names.CLAIMS_DIRECTORY)
 ) -> Iterator[str]:
-    """A sentence for each folder that stands in for no claim of the job.
+    """Yield a warning for each mount of a claim that the job does not use.
 
-    claims: where a pod's claims are mounted.
-    Raises ConfigurationError where a claim of the job is without a folder: it is then misspelt.
+    Args:
+        folders: The parsed ``--mount`` arguments.
+        job: The job.
+        claims: Directory where a pod's claims are mounted.
+
+    Raises:
+        ConfigurationError: A claim of the job has no directory: the mount is probably misspelt.
     """
     wanted = claims_of(job.spec)
     lacking = [name for name in wanted if name not in folders and not (claims / name).is_dir()]
     for claim in folders.keys() - wanted.keys():
-        told = f"--mount {claim}={folders[claim]}: the job names no claim {claim!r}"
+        found = f"--mount {claim}={folders[claim]}: the job uses no claim {claim!r}"
         if lacking:
             still = " ".join(f"--mount {name}=DIR" for name in lacking)
             raise ConfigurationError(
-                f"{told}{did_you_mean(claim, lacking) or '.'} Its claims are {', '.join(wanted)}; "
-                f"still to be named: {still}"
+                f"{found}{did_you_mean(claim, lacking) or '.'} Its claims are {', '.join(wanted)}; "
+                f"still missing: {still}"
             )
-        yield f"{told}, so nothing is read from it"
+        yield f"{found}, so nothing is read from it"
 
 
 def parse_attempt(text: str | None) -> int | None:
-    """The operator's count of attempts. Raises ConfigurationError."""
+    """Parse the operator's attempt number. Raises ConfigurationError."""
     if text is None:
         return None
     if not text.isdecimal() or int(text) < 1:
         raise ConfigurationError(
-            f"{names.ENV_ATTEMPT} must be a whole number from 1, found {text!r}"
+            f"{names.ENV_ATTEMPT} must be an integer of at least 1, found {text!r}"
         )
     return int(text)

@@ -1,6 +1,6 @@
-"""`kubelora validate`: what the API server would say of a job file, before anything is sent.
+"""`kubelora validate`: check a job file as the API server would, before anything is sent.
 
-Knows neither torch nor a cluster, so that it can run in an editor or a pipeline in a blink.
+It imports neither torch nor a cluster client, so that it is fast in an editor or a pipeline.
 """
 
 from collections.abc import Iterable
@@ -12,19 +12,23 @@ from kubelora_trainer.utils.errors import ConfigurationError
 
 
 def validate_files(paths: Iterable[str], *, local: bool, against: str | None) -> list[str]:
-    """One line for each job that is right.
+    """Check job files and return one line per valid job.
 
-    local: judge as `kubelora train` does, which takes paths of this machine too.
-    against: file with the running resource (`kubectl get ltj NAME -o yaml`), whose change to the
-    one given is judged as well.
-    Raises ConfigurationError with every problem of every file.
+    Args:
+        paths: The files.
+        local: Accept local paths too, as `kubelora train` does.
+        against: File with the running resource (`kubectl get ltj NAME -o yaml`); the change from it
+            to the given job is checked as well.
+
+    Raises:
+        ConfigurationError: Lists every problem of every file.
     """
     lines: list[str] = []
     wrong: list[str] = []
     for path in paths:
         try:
             for source in load_job_documents(path):
-                lines.append(_judge(source, local, against))
+                lines.append(_checked(source, local, against))
         except ConfigurationError as error:
             wrong.append(str(error))
     if wrong:
@@ -32,7 +36,7 @@ def validate_files(paths: Iterable[str], *, local: bool, against: str | None) ->
     return lines
 
 
-def _judge(source: JobDocument, local: bool, against: str | None) -> str:
+def _checked(source: JobDocument, local: bool, against: str | None) -> str:
     job = _parsed(source, local)
     if against is not None:
         problems = check_change(job, _parsed(_only_job(against), local))
@@ -52,6 +56,6 @@ def _only_job(path: str) -> JobDocument:
     documents = load_job_documents(path)
     if len(documents) > 1:
         raise ConfigurationError(
-            f"{path}: holds {len(documents)} jobs; give the one to compare with"
+            f"{path}: holds {len(documents)} jobs; pass a file with only the one to compare with"
         )
     return documents[0]

@@ -1,1 +1,1 @@
-"""The dataset: images, captions, buckets and the order of samples."""
+"""The dataset: images, captions, buckets and the sampling order."""

@@ -1,4 +1,4 @@
-"""Caption lookup: metadata.jsonl first, then a text file next to the image."""
+"""Captions of a dataset: from metadata.jsonl first, then from a text file next to the image."""
 
 import json
 import re
@@ -12,36 +12,39 @@ from kubelora_api.suggestions import did_you_mean, listed
 from kubelora_trainer.utils.errors import DatasetError
 from kubelora_trainer.utils.text import printable
 
-METADATA_FILES = "metadata.jsonl"
-SUFFIXES = (".txt", ".caption")
-UNREAD = ("metadata.csv", "metadata.tsv", "metadata.json", "metadata.parquet")
-"""Other metadata formats, which the Hugging Face libraries or other trainers write."""
-HALF = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which is not a character."""
+METADATA_FILE = "metadata.jsonl"
+CAPTION_SUFFIXES = (".txt", ".caption")
+UNSUPPORTED_METADATA = ("metadata.csv", "metadata.tsv", "metadata.json", "metadata.parquet")
+"""Other forms of metadata.jsonl, which the Hugging Face libraries or other trainers write."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which JSON can escape but UTF-8 can't encode."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """An image's entry in metadata.jsonl; None for a field that is absent."""
+class CaptionEntry:
+    """Line of metadata.jsonl; None where it lacks the field."""
 
     caption: str | None
     category: str | None
 
 
 @dataclass(frozen=True)
-class Listing:
-    """Entries of all metadata files by image path; ``fields`` are those that any line has."""
+class MetadataListing:
+    """Entries of all metadata files, by image path. fields: those that at least one line has."""
 
-    entries: Mapping[Path, Entry]
+    entries: Mapping[Path, CaptionEntry]
     fields: tuple[str, ...] = ()
 
 
-def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
-    """Read every metadata.jsonl; ``file_name`` is relative to the file's directory.
+def read_listing(metadata_files: list[Path], columns: Columns) -> MetadataListing:
+    """Read every metadata.jsonl; ``file_name`` is relative to its file's folder.
 
-    columns: names of the caption and category fields. Raises DatasetError with file and line.
+    columns: names of the fields with caption and category.
+
+    Raises:
+        DatasetError: A line is invalid; the message names file and line.
     """
-    entries: dict[Path, Entry] = {}
+    entries: dict[Path, CaptionEntry] = {}
     fields: dict[str, None] = {}
     for file in metadata_files:
         for number, line in enumerate(read_text(file).split("\n"), start=1):
@@ -52,34 +55,36 @@ def read_listing(metadata_files: list[Path], columns: Columns) -> Listing:
             if image in entries:
                 raise DatasetError(f"{where}: {image.name} is listed a second time.")
             entries[image] = entry
-    return Listing(entries, tuple(fields))
+    return MetadataListing(entries, tuple(fields))
 
 
-def require_fields(
-    listing: Listing, columns: Columns, folder: Path, caption: str | None, category: str | None
+def check_columns(
+    listing: MetadataListing,
+    columns: Columns,
+    folder: Path,
+    caption: str | None,
+    category: str | None,
 ) -> None:
-    """Check that some line of metadata has each field that the job names.
-
-    The default names may be absent.
+    """Check that each field the job names is in some line of metadata; defaults may be absent.
 
     Args:
-        listing: All metadata.
-        columns: The job's field names.
-        folder: The dataset's directory, for the message.
-        caption: Caption that the source sets for all its images; it then needs no field.
-        category: Category that the source sets for all its images, likewise.
+        listing: What was read from the metadata files.
+        columns: Names of the fields, as the job sets them.
+        folder: Folder of the source, for the message.
+        caption: Caption that the source sets for its images, which then need no field.
+        category: Category that the source sets for its images, which then need no field.
 
     Raises:
-        DatasetError: No line has a field that the job names.
+        DatasetError: No line has a field of that name.
     """
-    usual, fields = Columns(), listing.fields
+    defaults, fields = Columns(), listing.fields
     for field, name, default, given in (
-        ("caption", columns.caption, usual.caption, caption),
-        ("category", columns.category, usual.category, category),
+        ("caption", columns.caption, defaults.caption, caption),
+        ("category", columns.category, defaults.category, category),
     ):
         if fields and given is None and name not in (default, *fields):
             raise DatasetError(
-                f"No line of {METADATA_FILES} in {folder} has a field {name!r}; there are "
+                f"No line of {METADATA_FILE} in {folder} has a field {name!r}; the fields are "
                 f"{listed(fields)}: name the right one in dataset.columns.{field}"
                 f"{did_you_mean(name, fields)}"
             )
@@ -87,8 +92,8 @@ def require_fields(
 
 def _entry(
     line: str, where: str, folder: Path, columns: Columns, fields: dict[str, None]
-) -> tuple[Path, Entry]:
-    """Parse one line and add its field names to ``fields``."""
+) -> tuple[Path, CaptionEntry]:
+    """Parse one line, and add the names of its fields to ``fields``."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -96,35 +101,33 @@ def _entry(
     name = entry.get("file_name") if isinstance(entry, dict) else None
     if not isinstance(name, str) or not name:
         raise DatasetError(
-            f'{where}: it needs a file_name, as in {{"file_name": "a.jpg", "text": "a bottle"}}.'
+            f"{where}: a line needs a file_name, as in "
+            '{"file_name": "a.jpg", "text": "a bottle"}.'
         )
     fields.update(dict.fromkeys(entry))
     for field in ("file_name", columns.caption, columns.category):
         value = entry.get(field)
         if value is not None and not isinstance(value, str):
             raise DatasetError(f"{where}: {field} must be a string, not {type(value).__name__}.")
-        if value is not None and (half := HALF.search(value)):
+        if value is not None and (half := SURROGATE.search(value)):
             raise DatasetError(
-                f"{where}: {field} holds half a character (\\u{ord(half[0]):04x}), as in a text "
-                "that was cut in the middle of an emoji: fix or remove it."
+                f"{where}: {field} contains half a character (\\u{ord(half[0]):04x}), as when text "
+                "is cut off in the middle of an emoji: fix or remove it."
             )
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DatasetError(
-            f"{where}: file_name {name!r} points outside the dataset's folder: move the image into "
-            "it."
-        )
+        raise DatasetError(f"{where}: file_name {name!r} points outside the dataset's folder.")
     caption, category = entry.get(columns.caption), entry.get(columns.category)
-    return folder / name, Entry(
+    return folder / name, CaptionEntry(
         caption=None if caption is None else caption.strip(),
         category=None if category is None else " ".join(category.split()),
     )
 
 
-def as_on_disk(listing: Listing, files: Collection[Path]) -> Listing:
-    """Replace the listing's names by those of the actual files.
+def match_file_names(listing: MetadataListing, files: Collection[Path]) -> MetadataListing:
+    """Return the listing under the names that the files have on disk.
 
-    Unicode can spell one name in several ways: macOS decomposes letters and accents (NFD), an
-    editor composes them (NFC). A name that matches exactly is kept.
+    Unicode has several spellings of one name: macOS decomposes letters and accents (NFD), editors
+    compose them (NFC). An entry that already names a file is left as it is.
     """
     known = set(files)
     absent = [image for image in listing.entries if image not in known]
@@ -140,43 +143,51 @@ def _composed(path: Path) -> str:
     return unicodedata.normalize("NFC", str(path))
 
 
-def check_caption_files(folders: Mapping[Path, Collection[str]]) -> None:
-    """Check that no captions are in an unsupported file, because they would be lost silently.
+def check_metadata_format(folders: Mapping[Path, Collection[str]]) -> None:
+    """Check that no folder keeps its captions in an unsupported format, which would lose them.
 
-    folders: names of the files in each directory. If metadata.jsonl or text files hold captions
-    too, a table next to them may have another purpose. Raises DatasetError.
+    folders: names of the files in each. A table next to metadata.jsonl or text files is accepted:
+    it may be for something else.
+
+    Raises:
+        DatasetError: A folder has an unsupported metadata file and no other captions.
     """
     for folder, names in folders.items():
-        table = next((name for name in names if name in UNREAD), None)
-        if table and not any(n == METADATA_FILES or n.endswith(SUFFIXES) for n in names):
+        table = next((name for name in names if name in UNSUPPORTED_METADATA), None)
+        if table and not any(n == METADATA_FILE or n.endswith(CAPTION_SUFFIXES) for n in names):
             raise DatasetError(
-                f"{folder / table} is not read: convert it to {METADATA_FILES}, one "
-                '{"file_name": "a.jpg", "text": "a bottle"} per line, or move it elsewhere.'
+                f"{folder / table} is not read: convert it to {METADATA_FILE}, with one "
+                '{"file_name": "a.jpg", "text": "a bottle"} per line, or move it away.'
             )
 
 
-def caption_of(image: Path, listing: Listing) -> str | None:
-    """Return the image's caption, or None if it has none. Raises DatasetError."""
+def find_caption(image: Path, listing: MetadataListing) -> str | None:
+    """Find the image's caption; None when it has none.
+
+    Raises:
+        DatasetError: A caption file can't be read.
+    """
     listed = listing.entries.get(image)
     if listed is not None and listed.caption is not None:
         return listed.caption
-    for suffix in SUFFIXES:
+    for suffix in CAPTION_SUFFIXES:
         for file in (image.with_suffix(suffix), image.with_name(image.name + suffix)):
             if file.is_file():
                 return " ".join(read_text(file).split())
     return None
 
 
-def category_of(image: Path, folder: Path, listing: Listing) -> str:
-    """Return the image's category.
+def find_category(image: Path, folder: Path, listing: MetadataListing) -> str:
+    """Find the image's category.
 
     Args:
-        image: Path of the image.
-        folder: The dataset's directory.
-        listing: All metadata.
+        image: Path of the image, below ``folder``.
+        folder: Folder of the source.
+        listing: What was read from the metadata files.
 
     Returns:
-        The category in the metadata, else the first directory below ``folder``, else "".
+        The category in metadata, else the name of the first folder below ``folder``; empty for an
+        image directly in ``folder``.
     """
     listed = listing.entries.get(image)
     if listed is not None and listed.category is not None:
@@ -186,9 +197,10 @@ def category_of(image: Path, folder: Path, listing: Listing) -> str:
 
 
 def read_text(file: Path) -> str:
-    """Read UTF-8 text without its byte-order mark.
+    """Read a UTF-8 file without its byte-order mark.
 
-    Raises DatasetError with the offset of a byte that is not UTF-8.
+    Raises:
+        DatasetError: The file can't be read, or is not UTF-8; the message has the offset.
     """
     try:
         content = file.read_bytes()

@@ -1,4 +1,4 @@
-"""Caption transforms before the text encoders: a prefix, and shuffled tags."""
+"""Caption transforms applied before text encoding: the prefix, and shuffled tags."""
 
 import numpy as np
 
@@ -6,19 +6,22 @@ from kubelora_api.dataset_spec import Captions
 
 
 def prefixed(caption: str, settings: Captions) -> str:
-    """Put the prefix in front of the caption; return either alone if the other is empty."""
+    """Prepend the prefix to the caption; where one of the two is empty, return the other alone."""
     if not settings.prefix:
         return caption
     return f"{settings.prefix}{settings.separator} {caption}" if caption else settings.prefix
 
 
 def training_caption(caption: str, settings: Captions, tags_seed: int) -> str:
-    """Transform a caption as it is trained on.
+    """Return the caption as it is trained on.
 
     Args:
-        caption: The image's caption.
-        settings: The job's ``dataset.captions``.
-        tags_seed: Seed that alone determines the order of the shuffled tags.
+        caption: Caption as it was read from the dataset.
+        settings: ``dataset.captions`` of the job.
+        tags_seed: Seed that alone decides the order of the tags after the kept ones.
+
+    Returns:
+        The caption with its tags shuffled, where the job asks for it, and its prefix.
     """
     if settings.shuffle_tags:
         caption = _shuffled(caption, settings, tags_seed)
@@ -29,4 +32,4 @@ def _shuffled(caption: str, settings: Captions, tags_seed: int) -> str:
     tags = [tag for part in caption.split(settings.separator) if (tag := part.strip())]
     kept, rest = tags[: settings.keep_tags], tags[settings.keep_tags :]
     order = np.random.Generator(np.random.Philox(tags_seed)).permutation(len(rest))
-    return f"{settings.separator} ".join([*kept, *(rest[int(place)] for place in order)])
+    return f"{settings.separator} ".join([*kept, *(rest[int(index)] for index in order)])

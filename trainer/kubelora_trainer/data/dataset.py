@@ -1,4 +1,4 @@
-"""The images and captions that a run trains on, each read on demand."""
+"""Dataset of images and captions that a run trains on, each read when it is needed."""
 
 import hashlib
 import json
@@ -8,34 +8,36 @@ from pathlib import Path
 
 from kubelora_api import dataset_spec
 from kubelora_trainer.data.caption_transforms import prefixed, training_caption
-from kubelora_trainer.data.cropping import SizeConditions, TrainingImage, cut_image, size_conditions
+from kubelora_trainer.data.cropping import (
+    SizeConditions,
+    TrainingImage,
+    crop_image,
+    size_conditions,
+)
 from kubelora_trainer.data.images import BadImageError, decode_image
-from kubelora_trainer.data.preflight import Sample, Tick, check_report, preflight
+from kubelora_trainer.data.preflight import (
+    OnProgress,
+    Sample,
+    preflight,
+    require_usable_images,
+)
 from kubelora_trainer.data.preflight_report import PreflightReport
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder, groups_of
 from kubelora_trainer.data.sources import SourceFolder
-from kubelora_trainer.data.token_limits import CaptionLimit
+from kubelora_trainer.data.token_limits import TokenLimit
 from kubelora_trainer.utils.errors import DatasetError
 
 CENTER = 0.5
-"""Position of a centered crop, in [0, 1)."""
-_LEAVE_ALONE = (
-    "Do not change the dataset during a run; restore the file, and the run resumes from its last "
-    "checkpoint."
+"""Position of a crop in the middle of the image."""
+_DO_NOT_CHANGE = (
+    "Don't change the dataset during a run; once the file is restored, the run resumes from its "
+    "last checkpoint."
 )
 
 
 @dataclass(frozen=True)
 class View:
-    """One crop of a sample.
-
-    Attributes:
-        sample: Index of the sample.
-        across: Horizontal position in [0, 1).
-        down: Vertical position in [0, 1).
-        mirrored: True if left and right are swapped.
-        sizes: Size conditioning of the model.
-    """
+    """Crop of a sample. across, down: in [0, 1). sizes: the model's size conditions."""
 
     sample: int
     across: float
@@ -54,7 +56,7 @@ class View:
 
 @dataclass(frozen=True)
 class ImageDataset:
-    """Usable samples of all sources, sorted by name within each source."""
+    """Usable samples of all sources, in the order of their names in each."""
 
     samples: tuple[Sample, ...]
     settings: dataset_spec.Dataset
@@ -64,22 +66,22 @@ class ImageDataset:
         return len(self.samples)
 
     def digest(self) -> str:
-        """Hash (sha256) all that is trained on: images, captions, categories, repeats, weights."""
+        """Return the sha256 of all that is trained on: images, captions, repeats, weights."""
         digest = hashlib.sha256()
         for s in self.samples:
-            hashed = [s.sha256, s.caption, s.category, s.repeats, s.loss_weight, s.use_prefix]
-            digest.update(json.dumps(hashed).encode() + b"\n")
+            entry = [s.sha256, s.caption, s.category, s.repeats, s.loss_weight, s.use_prefix]
+            digest.update(json.dumps(entry).encode() + b"\n")
         return digest.hexdigest()
 
     def order(self, seed: int, batch_size: int) -> SampleOrder:
-        """Build the order of the samples, in micro-batches of one training size each."""
+        """Order the samples in micro-batches of one training size each."""
         entries = [i for i, sample in enumerate(self.samples) for _ in range(sample.repeats)]
         sizes = [self.samples[sample].size for sample in entries]
         groups = tuple(tuple(entries[e] for e in group) for group in groups_of(sizes))
         return SampleOrder(seed, len(entries), batch_size, groups)
 
     def view(self, draw: SampleDraw) -> View:
-        """Return the crop and orientation that a draw selects."""
+        """Return the crop that a draw shows, and whether it is mirrored."""
         random = self.settings.crop == "random"
         entry = self.samples[draw.sample]
         across, down = (draw.across, draw.down) if random else (CENTER, CENTER)
@@ -92,17 +94,17 @@ class ImageDataset:
         )
 
     def fixed_views(self) -> Iterator[View]:
-        """Yield every possible view of the samples whose crop never varies."""
+        """Yield all possible views of the samples whose crop is always the same."""
         flip = self.settings.flip
-        ways = (flip == 1.0,) if flip in (0.0, 1.0) else (False, True)
+        orientations = (flip == 1.0,) if flip in (0.0, 1.0) else (False, True)
         for sample, entry in enumerate(self.samples):
             if self.has_fixed_crop(sample):
                 sizes = size_conditions(entry.width, entry.height, entry.size, CENTER, CENTER)
-                for mirrored in ways:
+                for mirrored in orientations:
                     yield View(sample, CENTER, CENTER, mirrored, sizes)
 
     def all_captions(self) -> list[str]:
-        """List every distinct caption that is trained on, provided tags are not shuffled."""
+        """List the distinct captions that are trained on, provided that tags aren't shuffled."""
         settings = self.settings
         captions = {prefixed(s.caption, self._captions_of(s)): None for s in self.samples}
         if settings.caption_dropout > 0:
@@ -121,20 +123,21 @@ class ImageDataset:
         return captions if sample.use_prefix else captions.model_copy(update={"prefix": ""})
 
     def image(self, view: View) -> TrainingImage:
-        """Load the pixels of a view.
+        """Read the pixels of a view.
 
-        Raises DatasetError if the file was changed or removed since preflight.
+        Raises:
+            DatasetError: The file was changed or removed since preflight.
         """
         entry = self.samples[view.sample]
         try:
             decoded = decode_image(entry.path, self.settings.background, self.settings.alpha)
         except BadImageError as error:
             raise DatasetError(
-                f"{entry.path} passed preflight, but now {error}. {_LEAVE_ALONE}"
+                f"{entry.path} passed preflight, but now {error}. {_DO_NOT_CHANGE}"
             ) from error
         if decoded.sha256 != entry.sha256:
-            raise DatasetError(f"{entry.path} has changed since preflight. {_LEAVE_ALONE}")
-        return cut_image(
+            raise DatasetError(f"{entry.path} has changed since preflight. {_DO_NOT_CHANGE}")
+        return crop_image(
             decoded.image,
             entry.size,
             view.across,
@@ -148,7 +151,7 @@ class ImageDataset:
         return self.samples[draw.sample].loss_weight
 
     def has_fixed_crop(self, sample: int) -> bool:
-        """Return True if every crop of the sample is the same."""
+        """Return whether every crop of the sample is the same."""
         entry = self.samples[sample]
         return self.settings.crop == "center" or (
             entry.width * entry.size.height == entry.height * entry.size.width
@@ -159,25 +162,29 @@ def build_dataset(
     folder: Path,
     settings: dataset_spec.Dataset,
     *,
-    limits: tuple[CaptionLimit, ...] = (),
-    tick: Tick = lambda done, total: None,
+    limits: tuple[TokenLimit, ...] = (),
+    on_progress: OnProgress = lambda done, total: None,
     publish: Callable[[PreflightReport], None] = lambda report: None,
     extra: Sequence[SourceFolder] = (),
 ) -> ImageDataset:
-    """Check every image in ``folder`` and ``extra`` and return the usable ones.
+    """Check every image in ``folder`` and in ``extra``, and return what can be trained on.
 
     Args:
-        folder: Directory of ``dataset.uri``.
-        settings: The job's ``spec.dataset``.
-        limits: Token limits of the text encoders.
-        tick: Progress callback.
-        publish: Called with the report, before any error is raised for it.
-        extra: Extra sources.
+        folder: The dataset's folder.
+        settings: ``dataset`` of the job.
+        limits: Token limits of the text encoders; without them captions are not checked.
+        on_progress: Called with (images checked, images in all); may raise to stop.
+        publish: Called with the report before an error is raised about it.
+        extra: Further source folders.
+
+    Returns:
+        The usable samples and the report.
 
     Raises:
-        DatasetError: See `preflight` and `check_report`.
+        DatasetError: There are no usable images, a bad one where ``onBadImage`` is fail, or
+            metadata that can't be read.
     """
-    samples, report = preflight(folder, settings, limits, tick, extra)
-    publish(report)
-    check_report(report, settings.on_bad_image)
+    samples, report = preflight(folder, settings, limits, on_progress, extra)
+    publish(report)  # first, so that the report of a run that is refused can be read
+    require_usable_images(report, settings.on_bad_image)
     return ImageDataset(samples, settings, report)

@@ -1,4 +1,4 @@
-"""Decoding of an image file to upright 8-bit RGB.
+"""Image decoding: from an image file to upright 8-bit RGB.
 
 This module alone decides what a usable image is. Preflight and training both use it, so that no
 file passes one and fails the other.
@@ -15,18 +15,41 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageCms, ImageColor, ImageOps, UnidentifiedImageError
 
-READABLE = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-OTHERS = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".tga", ".ppm", ".pgm", ".psd", ".exr", ".hdr")
-CAMERA_RAW = (".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw")
-IMAGE_SUFFIXES = frozenset(READABLE + OTHERS + CAMERA_RAW)
-"""Suffixes of images, including formats without a decoder, which are then reported."""
+READABLE_SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".tif",
+    ".tiff",
+    ".gif",
+)
+OTHER_SUFFIXES = (
+    ".avif",
+    ".heic",
+    ".heif",
+    ".jxl",
+    ".jp2",
+    ".tga",
+    ".ppm",
+    ".pgm",
+    ".psd",
+    ".exr",
+    ".hdr",
+)
+CAMERA_RAW_SUFFIXES = (".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw")
+IMAGE_SUFFIXES = frozenset(READABLE_SUFFIXES + OTHER_SUFFIXES + CAMERA_RAW_SUFFIXES)
+"""Suffixes of files counted as images, even where no decoder is installed: those are reported."""
 MAX_PIXELS = 300_000_000
-"""Largest plausible image: 300 megapixels are 900 MB of RGB."""
-Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is lower; ours is checked before decoding
+"""Above this a file is considered broken: 300 megapixels are 900 MB of RGB."""
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is lower; MAX_PIXELS is checked before decoding
 WHITE = "#ffffff"
 LATENT_PIXELS = 8
-"""Edge in pixels of the square that one element of SDXL's latents represents."""
-_OTHER_FORMAT = "which is not supported: save it as PNG or JPEG"
+"""Edge, in pixels, of the square that one element of SDXL's latents covers (the VAE's factor)."""
+_OTHER_FORMAT = "which can't be read here: save it as PNG or JPEG"
 _UNREADABLE = (
     (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", f"a HEIC photograph, {_OTHER_FORMAT}"),
     (rb".{4}ftyp", f"a video, {_OTHER_FORMAT}"),
@@ -34,21 +57,24 @@ _UNREADABLE = (
     (rb"II\*\0.{4}CR|II[RU]\0|FUJIFILMCCD-RAW", f"a camera raw file, {_OTHER_FORMAT}"),
     (rb"%PDF", f"a PDF, {_OTHER_FORMAT}"),
     (rb"\s*(<\?xml.*)?<svg", f"an SVG drawing, {_OTHER_FORMAT}"),
-    (rb"\s*<(!doctype|html|head|\?xml)", "a web page, as after a failed download: download again"),
+    (
+        rb"\s*<(!doctype|html|head|\?xml)",
+        "a web page, as after a failed download: download it again",
+    ),
 )
-"""First bytes of files that are often mistaken for images, the more specific ones first."""
+"""First bytes of files that are often mistaken for images; the more specific patterns first."""
 AlphaUse = Literal["background", "mask"]
 _ORIENTATION = 0x0112
-"""EXIF tag; 1 is upright."""
-_TURNED = range(2, 9)
+"""EXIF tag of the orientation; 1 is upright."""
+_NOT_UPRIGHT = range(2, 9)
 _PHOTOMETRIC = 0x0106
-"""TIFF tag; 0 means that 0 is white."""
+"""TIFF tag PhotometricInterpretation; 0 means that zero is white."""
 
 
 class BadImageError(Exception):
-    """An image that cannot be used.
+    """Unusable image.
 
-    The message is the reason, without the file's name; ``problem`` is its kind, in few words.
+    The message is the reason, without the file's name; ``problem`` is its kind, in a few words.
     """
 
     def __init__(self, problem: str, reason: str) -> None:
@@ -58,7 +84,7 @@ class BadImageError(Exception):
 
 @dataclass(frozen=True)
 class Conversion:
-    """A difference between a file and a training image, and how it was handled."""
+    """Property of a file that a training image may not have, and what was done about it."""
 
     problem: str
     done: str
@@ -66,13 +92,9 @@ class Conversion:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """A decoded image.
+    """Upright RGB, what had to be done to it, and the SHA-256 of the file's bytes.
 
-    Attributes:
-        image: Upright RGB.
-        conversions: Conversions that were necessary.
-        sha256: SHA-256 of the file's bytes.
-        mask: 8-bit opacity of each pixel that weights the loss, or None if all pixels count.
+    mask: 8 bits, the opacity of each pixel, where it weights the loss; None where all pixels count.
     """
 
     image: Image.Image
@@ -84,15 +106,18 @@ class DecodedImage:
 def decode_image(
     path: Path, background: str = WHITE, alpha: AlphaUse = "background"
 ) -> DecodedImage:
-    """Read and decode a file.
+    """Read and decode an image file.
 
     Args:
-        path: The file.
-        background: Color, as #rrggbb, behind transparent pixels.
-        alpha: "mask" if transparency is also the loss mask.
+        path: Path of the file.
+        background: Colour, as #rrggbb, on which transparent pixels are composited.
+        alpha: Whether transparency is the loss mask too.
+
+    Returns:
+        The upright RGB image.
 
     Raises:
-        BadImageError: The file cannot be used.
+        BadImageError: The file can't be read, decoded or used; the message is the reason.
     """
     try:
         content = path.read_bytes()
@@ -122,25 +147,25 @@ def _decode(content: bytes, background: str, alpha: AlphaUse) -> DecodedImage:
         frames = getattr(opened, "n_frames", 1)
         if frames > 1:
             conversions.append(Conversion("several frames", f"the first of {frames} is used"))
-        # Read before loading, which rotates a TIFF and drops the tag.
-        turned = opened.getexif().get(_ORIENTATION)
+        # Read before load(), which turns a TIFF upright and drops the tag.
+        orientation = opened.getexif().get(_ORIENTATION)
         opened.load()
         profile = opened.info.get("icc_profile")
         upright = ImageOps.exif_transpose(opened)
         if opened.mode.startswith("I;16") and _is_negative(opened):
             upright = Image.fromarray(65535 - np.asarray(upright).astype(np.uint16))
-        if turned in _TURNED:
+        if orientation in _NOT_UPRIGHT:
             conversions.append(Conversion("EXIF orientation", "turned upright"))
         rgb, of_colour = _to_rgb(upright, profile, background)
         mask = _loss_mask(upright) if alpha == "mask" else None
     if mask is not None:
-        of_colour.append(Conversion("loss mask", "by its transparency"))
+        of_colour.append(Conversion("loss mask", "taken from its transparency"))
     digest = hashlib.sha256(content).hexdigest()
     return DecodedImage(rgb, (*conversions, *of_colour), digest, mask)
 
 
 def _loss_mask(upright: Image.Image) -> Image.Image | None:
-    """Return the opacity in 8 bits, or None for an opaque image."""
+    """Return the opacity, 8 bits; None for an image that is opaque everywhere."""
     opacity: Image.Image | None = None
     if upright.mode.startswith("I"):
         opacity = _opacity_of_16_bit(upright)
@@ -150,8 +175,8 @@ def _loss_mask(upright: Image.Image) -> Image.Image | None:
         return None
     if opacity.getextrema() == (0, 0):
         raise BadImageError(
-            "wholly transparent",
-            "it is fully transparent, so none of it would count: see dataset.alpha",
+            "fully transparent",
+            "it is fully transparent, so no pixel would count in the loss: see dataset.alpha",
         )
     return opacity
 
@@ -159,12 +184,12 @@ def _loss_mask(upright: Image.Image) -> Image.Image | None:
 def _to_rgb(
     image: Image.Image, profile: bytes | None, background: str
 ) -> tuple[Image.Image, list[Conversion]]:
-    """Convert to 8-bit sRGB; transparent pixels show ``background``."""
+    """Convert to 8-bit sRGB; transparent pixels are composited on ``background``."""
     if image.mode.startswith("I"):
-        grey = _from_16_bit(image)
-        rgb, of_profile = _through_profile(grey, profile) if profile else (grey.convert("RGB"), [])
+        gray = _from_16_bit(image)
+        rgb, of_profile = _apply_profile(gray, profile) if profile else (gray.convert("RGB"), [])
         conversions = [Conversion("16 bits", "scaled to 8 bits"), *of_profile]
-        return _laid_on(rgb, _opacity_of_16_bit(image), background, conversions), conversions
+        return _composite(rgb, _opacity_of_16_bit(image), background, conversions), conversions
     if image.mode == "F":
         raise BadImageError(
             "floating-point pixels",
@@ -177,30 +202,30 @@ def _to_rgb(
         image = image.convert("RGBA").convert(colours)
     elif image.mode not in ("RGB", "CMYK", "L"):
         image = image.convert("RGB")
-    rgb, of_profile = _through_profile(image, profile) if profile else (image.convert("RGB"), [])
+    rgb, of_profile = _apply_profile(image, profile) if profile else (image.convert("RGB"), [])
     conversions += of_profile
-    return _laid_on(rgb, alpha, background, conversions), conversions
+    return _composite(rgb, alpha, background, conversions), conversions
 
 
-def _laid_on(
+def _composite(
     rgb: Image.Image, alpha: Image.Image | None, background: str, conversions: list[Conversion]
 ) -> Image.Image:
-    """Composite a transparent image onto the background color and record the conversion."""
+    """Composite the image on the background colour where it is transparent, and note that."""
     if alpha is None or alpha.getextrema() == (255, 255):
         return rgb
-    conversions.append(Conversion("transparency", f"laid on {background}"))
+    conversions.append(Conversion("transparency", f"composited on {background}"))
     below = Image.new("RGB", rgb.size, ImageColor.getrgb(background))
     return Image.composite(rgb, below, alpha)
 
 
 def _is_negative(opened: Image.Image) -> bool:
-    """Return True for a white-is-zero TIFF; Pillow inverts those of 8 bits, but not of 16."""
+    """Return whether zero is white in a TIFF; Pillow inverts such files with 8 bits, not 16."""
     photometric = getattr(opened, "tag_v2", {}).get(_PHOTOMETRIC)
     return opened.format == "TIFF" and photometric == 0
 
 
 def _opacity_of_16_bit(image: Image.Image) -> Image.Image | None:
-    """Return the opacity of a gray PNG with one transparent value (its tRNS chunk)."""
+    """Return the opacity of a gray PNG in which one value is transparent (its tRNS chunk)."""
     clear = image.info.get("transparency")
     if not isinstance(clear, int):
         return None
@@ -223,26 +248,27 @@ def _mode_conversions(mode: str) -> list[Conversion]:
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:
-    """Scale 65,535 to 255; PIL's own conversion would clip."""
+    """Scale 0 to 65,535 to 0 to 255; Pillow's own conversion would clip at 255."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise BadImageError(
             "over 16 bits", "its pixels are integers beyond 16 bits: save it with 8 or 16 bits"
         )
+    # 257 = 65535 / 255; half of it is added so that division rounds to the nearest.
     return Image.fromarray(((values + 128) // 257).astype(np.uint8), mode="L")
 
 
-def _through_profile(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[Conversion]]:
+def _apply_profile(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[Conversion]]:
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if image.mode == "RGB" and "sRGB" in ImageCms.getProfileDescription(source):
-            return image, []  # converting would only add rounding
+            return image, []  # converting would only add rounding errors
         converted = ImageCms.profileToProfile(
             image, source, ImageCms.createProfile("sRGB"), outputMode="RGB"
         )
     except (ImageCms.PyCMSError, OSError, ValueError):
         return image.convert("RGB"), [Conversion("unusable colour profile", "ignored")]
-    if converted is None:  # for the type checker: None only when converting in place
+    if converted is None:  # never here: Pillow returns None only for conversion in place
         return image.convert("RGB"), []
     return converted, [Conversion("colour profile", "converted to sRGB")]
 
@@ -254,7 +280,9 @@ def _unidentified(content: bytes) -> BadImageError:
         return BadImageError(
             "Git LFS pointer", "it is a Git LFS pointer, not the image: run git lfs pull"
         )
-    for begins, what in _UNREADABLE:
-        if re.match(begins, content[:512], re.IGNORECASE | re.DOTALL):
+    for pattern, what in _UNREADABLE:
+        if re.match(pattern, content[:512], re.IGNORECASE | re.DOTALL):
             return BadImageError("not an image", f"it is {what}")
-    return BadImageError("not an image", "it is not an image, or its format is not supported")
+    return BadImageError(
+        "not an image", "it is not an image, or is in a format that can't be read here"
+    )

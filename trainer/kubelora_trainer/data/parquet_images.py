@@ -1,7 +1,7 @@
-"""Image tables (.parquet, .arrow), unpacked to a directory so that all else reads plain files.
+"""Tables of images (.parquet, .arrow), unpacked to a folder so that other code reads plain files.
 
 This is the layout of datasets on the Hugging Face Hub: one column with the bytes of each image
-file, and one with captions. Unpacked directories stay in the user's cache and are reused.
+file, one with captions. Unpacked folders stay in the user's cache and are reused.
 """
 
 import hashlib
@@ -14,51 +14,56 @@ from typing import Any
 
 from kubelora_api.dataset_spec import Columns
 from kubelora_api.suggestions import did_you_mean, listed
-from kubelora_trainer.data.caption_files import METADATA_FILES, UNREAD
+from kubelora_trainer.data.caption_files import METADATA_FILE, UNSUPPORTED_METADATA
 from kubelora_trainer.data.files import files_below
 from kubelora_trainer.data.images import IMAGE_SUFFIXES
 from kubelora_trainer.storage.downloads import cache_directory
 from kubelora_trainer.utils.atomic_io import filling
 from kubelora_trainer.utils.errors import DatasetError
 
-TABLES = (".parquet", ".arrow")
-ROWS = 64
-"""Rows in memory at a time, because each image may take several MB."""
+TABLE_SUFFIXES = (".parquet", ".arrow")
+ROWS_PER_BATCH = 64
+"""Rows in memory at a time; each may hold an image of several MB."""
 _MAGIC = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"GIF8", ".gif"))
 
 
-def holds_only_tables(place: Path) -> bool:
-    """Return True for a table, or for a directory with tables and no metadata.jsonl at its top.
+def is_table_dataset(path: Path) -> bool:
+    """Return whether ``path`` is a table, or a folder of tables without a metadata.jsonl in it.
 
-    Raises DatasetError for a directory with both tables and images, rather than ignore one.
+    Raises:
+        DatasetError: The folder has both tables and images; one kind would be left out.
     """
-    if place.is_file():
-        return _is_table(place)
-    if (place / METADATA_FILES).is_file() or not (tables := _tables(place)):
+    if path.is_file():
+        return _is_table(path)
+    if (path / METADATA_FILE).is_file() or not (tables := _tables(path)):
         return False
-    images = sum(path.suffix.lower() in IMAGE_SUFFIXES for path in files_below(place))
+    images = sum(file.suffix.lower() in IMAGE_SUFFIXES for file in files_below(path))
     if images:
         raise DatasetError(
-            f"{place} holds {len(tables)} tables, such as {tables[0].name}, and {images} image "
-            "files: move them to separate folders and add one to dataset.extraSources"
+            f"{path} contains {len(tables)} tables, such as {tables[0].name}, and {images} image "
+            "files: move them to separate folders and name both, one of them in "
+            "dataset.extraSources"
         )
     return True
 
 
-def unpack_tables(place: Path, columns: Columns, cache: Path | None = None) -> Path:
-    """Unpack tables to a directory with one file per row and a metadata.jsonl.
+def unpack_tables(path: Path, columns: Columns, cache: Path | None = None) -> Path:
+    """Unpack tables to a folder with one file per row and a metadata.jsonl.
 
     A row without an image becomes an empty file, which preflight reports.
 
     Args:
-        place: A table, or a directory of tables.
-        columns: The job's column names.
-        cache: Parent of the result; None is the user's cache directory.
+        path: A table, or a folder of tables.
+        columns: Names of the columns.
+        cache: Where the folder is created; None uses the user's cache directory.
+
+    Returns:
+        The folder; the one that is there already where the tables haven't changed.
 
     Raises:
-        DatasetError: Columns are missing or of another type, or the disk refuses the write.
+        DatasetError: A column is missing or of another type, or the disk refuses the write.
     """
-    tables = _tables(place)
+    tables = _tables(path)
     target = (cache or cache_directory() / "tables") / _key(tables, columns)
     if target.is_dir():
         return target
@@ -68,24 +73,24 @@ def unpack_tables(place: Path, columns: Columns, cache: Path | None = None) -> P
                 _unpack(table, number, columns, aside)
     except OSError as error:
         raise DatasetError(
-            f"the tables in {place} can't be unpacked to {target}: {error.strerror}; free some "
+            f"the tables in {path} can't be unpacked to {target}: {error.strerror}; free some "
             "space, or set XDG_CACHE_HOME to another directory"
         ) from error
     return target
 
 
-def _tables(place: Path) -> list[Path]:
-    if place.is_file():
-        return [place]
-    return sorted(path for path in files_below(place) if _is_table(path) and path.is_file())
+def _tables(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return sorted(file for file in files_below(path) if _is_table(file) and file.is_file())
 
 
 def _is_table(file: Path) -> bool:
-    return file.suffix.lower() in TABLES and file.name not in UNREAD
+    return file.suffix.lower() in TABLE_SUFFIXES and file.name not in UNSUPPORTED_METADATA
 
 
 def _key(tables: list[Path], columns: Columns) -> str:
-    """Hash paths, sizes and times of the tables; an earlier result with the same key is reused."""
+    """Name the unpacked folder after the tables' paths, sizes and modification times."""
     facts = [
         (os.path.realpath(table), (stat := table.stat()).st_size, stat.st_mtime_ns)
         for table in tables
@@ -95,10 +100,10 @@ def _key(tables: list[Path], columns: Columns) -> str:
 
 
 def _unpack(table: Path, number: int, columns: Columns, folder: Path) -> None:
-    with (folder / METADATA_FILES).open("a", encoding="utf-8") as metadata:
+    with (folder / METADATA_FILE).open("a", encoding="utf-8") as metadata:
         for row, (image, caption, category) in enumerate(_rows(table, columns)):
             suffix = next((s for magic, s in _MAGIC if image.startswith(magic)), ".png")
-            name = f"{number:05d}-{_slug(table)}-row-{row:08d}{suffix}"
+            name = f"{number:05d}-{_file_name_part(table)}-row-{row:08d}{suffix}"
             (folder / name).write_bytes(image)
             entry = {
                 "file_name": name,
@@ -108,9 +113,9 @@ def _unpack(table: Path, number: int, columns: Columns, folder: Path) -> None:
             metadata.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
-def _slug(table: Path) -> str:
-    """Shorten the table's name to safe characters, for reports on its rows."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", table.stem)[:100]
+def _file_name_part(table: Path) -> str:
+    """Return the table's name in characters that any file name may have, so reports can name it."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", table.stem)[:100]  # file systems allow 255 in all
 
 
 def _rows(table: Path, columns: Columns) -> Iterator[tuple[bytes, str | None, str | None]]:
@@ -132,20 +137,20 @@ def _rows(table: Path, columns: Columns) -> Iterator[tuple[bytes, str | None, st
                 )
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(
-            f"{table} can't be read: {error}; download it again (git lfs pull, if it is a Git LFS "
-            "pointer)"
+            f"{table} can't be read: {error}; download it again (run git lfs pull if it is a Git "
+            "LFS pointer)"
         ) from error
 
 
 def _batches(table: Path, columns: Columns) -> Iterator[Any]:
-    """Yield record batches of the columns that exist. Raises DatasetError without images."""
+    """Yield record batches of the wanted columns that exist."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if table.suffix.lower() == ".parquet":
         with pq.ParquetFile(table) as parquet:
             wanted = _wanted(table, parquet.schema_arrow.names, columns)
-            yield from parquet.iter_batches(batch_size=ROWS, columns=wanted)
+            yield from parquet.iter_batches(batch_size=ROWS_PER_BATCH, columns=wanted)
         return
     with pa.memory_map(str(table)) as content:
         try:
@@ -156,13 +161,13 @@ def _batches(table: Path, columns: Columns) -> Iterator[Any]:
             batches = reader = pa.ipc.open_stream(content)
         wanted = _wanted(table, reader.schema.names, columns)
         for batch in batches:
-            for start in range(0, batch.num_rows, ROWS):
-                yield batch.slice(start, ROWS).select(wanted)
+            for start in range(0, batch.num_rows, ROWS_PER_BATCH):
+                yield batch.slice(start, ROWS_PER_BATCH).select(wanted)
 
 
 def _wanted(table: Path, names: list[str], columns: Columns) -> list[str]:
     if twice := [name for name in columns.document().values() if names.count(name) > 1]:
-        raise DatasetError(f"{table} has {names.count(twice[0])} columns {twice[0]!r}")
+        raise DatasetError(f"{table} has {names.count(twice[0])} columns named {twice[0]!r}")
     for field, name, what in (
         ("image", columns.image, "images"),
         ("caption", columns.caption, "captions"),
@@ -171,8 +176,8 @@ def _wanted(table: Path, names: list[str], columns: Columns) -> list[str]:
         optional = field == "category" and name == Columns().category
         if name not in names and not optional:
             raise DatasetError(
-                f"{table} has no column {name!r}; it has {listed(names)}: name the one with {what} "
-                f"in dataset.columns.{field}{did_you_mean(name, names)}"
+                f"{table} has no column {name!r}; its columns are {listed(names)}: name the one "
+                f"with {what} in dataset.columns.{field}{did_you_mean(name, names)}"
             )
     return [name for name in (columns.image, columns.caption, columns.category) if name in names]
 
@@ -189,7 +194,7 @@ def _bytes_of(value: object, table: Path, column: str) -> bytes:
         return b""
     if not isinstance(value, bytes):
         raise DatasetError(
-            f"the column {column!r} of {table} holds {type(value).__name__}, not the bytes of "
+            f"the column {column!r} of {table} contains {type(value).__name__}, not the bytes of "
             "image files: see dataset.columns.image"
         )
     return value
@@ -199,6 +204,6 @@ def _text_of(value: object, table: Path, column: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise DatasetError(
-        f"the column {column!r} of {table} holds {type(value).__name__}, not text: see "
+        f"the column {column!r} of {table} contains {type(value).__name__}, not text: see "
         "dataset.columns"
     )

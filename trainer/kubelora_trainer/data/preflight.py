@@ -1,7 +1,7 @@
-"""Check of every image before training starts, so that a bad one is found in the first minute.
+"""Check of every image before training starts, so that bad ones are found in the first minute.
 
-Every image of the dataset is accounted for: found = used + skipped, and each skipped one is listed
-with its reason in the report and in preflight.json.
+Every image of the folder is accounted for: found = used + skipped. Each skipped image is named with
+its reason, in the report and in preflight.json.
 """
 
 import os
@@ -15,49 +15,40 @@ from typing import Literal
 from kubelora_api import dataset_spec
 from kubelora_trainer.data.buckets import Size, nearest_size, training_sizes, visible_share
 from kubelora_trainer.data.caption_files import (
-    METADATA_FILES,
-    SUFFIXES,
-    Listing,
-    as_on_disk,
-    caption_of,
-    category_of,
-    check_caption_files,
+    CAPTION_SUFFIXES,
+    METADATA_FILE,
+    MetadataListing,
+    check_columns,
+    check_metadata_format,
+    find_caption,
+    find_category,
+    match_file_names,
     read_listing,
-    require_fields,
 )
 from kubelora_trainer.data.caption_transforms import prefixed
 from kubelora_trainer.data.files import files_below
 from kubelora_trainer.data.images import IMAGE_SUFFIXES, BadImageError, decode_image
 from kubelora_trainer.data.preflight_report import Count, PreflightReport, Remark
 from kubelora_trainer.data.sources import SourceFolder
-from kubelora_trainer.data.token_limits import CaptionLimit, describe_cuts
+from kubelora_trainer.data.token_limits import TokenLimit, describe_truncations
 from kubelora_trainer.utils.errors import DatasetError
 from kubelora_trainer.utils.text import printable
 
-LITTLE_SEEN = 0.5
-"""A remark is added if a crop shows less of its image than this."""
+MIN_VISIBLE_SHARE = 0.5
+"""A crop that shows less of its image than this is noted in the report."""
 LONG_CAPTION = "caption too long"
 DUPLICATE = "exact duplicate"
-Tick = Callable[[int, int], None]
-"""Progress callback: (done, total)."""
+OnProgress = Callable[[int, int], None]
+"""Callback for progress: (done, total)."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A usable image.
+    """Usable image.
 
-    Attributes:
-        path: The file.
-        file: Path relative to the dataset, with slashes.
-        caption: The caption; empty for none.
-        width: Width after rotating upright, in pixels.
-        height: Height after rotating upright, in pixels.
-        size: Training size.
-        category: The category; empty for none.
-        sha256: SHA-256 of the file's bytes.
-        repeats: Times an epoch sees the image.
-        loss_weight: Weight of its loss.
-        use_prefix: True if its caption gets the prefix.
+    file: relative to the dataset, with slashes. width, height: upright, in pixels. size: training
+    size. category: empty for none. sha256: of the file's bytes. repeats: times it is seen in an
+    epoch. loss_weight: weight of its loss. use_prefix: whether its caption gets the prefix.
     """
 
     path: Path
@@ -74,8 +65,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class _Checked:
-    """The result for one image."""
+class _CheckedImage:
+    """Result for one image: a sample, or the problem that makes it unusable."""
 
     file: str
     source: str
@@ -86,45 +77,46 @@ class _Checked:
 
 
 @dataclass(frozen=True)
-class _Checker:
-    """The check of one image of a source."""
+class _ImageChecker:
+    """Check of single images, with all that it depends on."""
 
     source: SourceFolder
     settings: dataset_spec.Dataset
     sizes: tuple[Size, ...]
-    listing: Listing
-    limits: tuple[CaptionLimit, ...]
+    listing: MetadataListing
+    limits: tuple[TokenLimit, ...]
 
-    def __call__(self, image: Path) -> _Checked:
+    def __call__(self, image: Path) -> _CheckedImage:
         source = self.source
         file = printable(image.relative_to(source.folder).as_posix())
         if source.label:
             file = f"{source.label}/{file}"
-        category = source.category or category_of(image, source.folder, self.listing)
+        category = source.category or find_category(image, source.folder, self.listing)
         try:
-            sample, notes = self._usable(image, file, category)
+            sample, notes = self._sample(image, file, category)
         except BadImageError as error:
             problem = Remark(file, error.problem, printable(str(error)), "skipped")
-            return _Checked(file, source.label, category, None, problem, ())
-        return _Checked(file, source.label, category, sample, None, notes)
+            return _CheckedImage(file, source.label, category, None, problem, ())
+        return _CheckedImage(file, source.label, category, sample, None, notes)
 
-    def _usable(self, image: Path, file: str, category: str) -> tuple[Sample, tuple[Remark, ...]]:
+    def _sample(self, image: Path, file: str, category: str) -> tuple[Sample, tuple[Remark, ...]]:
         """Return the sample and remarks on it. Raises BadImageError."""
-        if why := _missing_reason(image):
-            raise BadImageError(*why)
+        if problem := _missing_file_problem(image):
+            raise BadImageError(*problem)
         decoded = decode_image(image, self.settings.background, self.settings.alpha)
         width, height = decoded.image.size
-        self._refuse_shape(width, height)
+        self._check_shape(width, height)
         try:
-            caption = caption_of(image, self.listing)
+            caption = find_caption(image, self.listing)
         except DatasetError as error:
-            problem = "caption not UTF-8" if "UTF-8" in str(error) else "caption can't be read"
-            raise BadImageError(problem, str(error).rstrip(".")) from error
+            kind = "caption not UTF-8" if "UTF-8" in str(error) else "caption can't be read"
+            raise BadImageError(kind, str(error).rstrip(".")) from error
+        # The image's own caption at the end again: an empty one is reported otherwise than None.
         caption = caption or self.source.caption or caption
         size = nearest_size(width, height, self.sizes)
         notes = [Remark(file, c.problem, "", c.done) for c in decoded.conversions]
-        notes += self._on_shape(file, width, height, size)
-        notes += self._on_caption(file, caption)
+        notes += self._shape_remarks(file, width, height, size)
+        notes += self._caption_remarks(file, caption)
         sample = Sample(
             path=image,
             file=file,
@@ -140,7 +132,7 @@ class _Checker:
         )
         return sample, tuple(notes)
 
-    def _refuse_shape(self, width: int, height: int) -> None:
+    def _check_shape(self, width: int, height: int) -> None:
         short, long = sorted((width, height))
         if short < self.settings.min_short_edge:
             raise BadImageError(
@@ -156,12 +148,12 @@ class _Checker:
                 f"dataset.maxAspectRatio is {limit:g}",
             )
 
-    def _on_shape(self, file: str, width: int, height: int, size: Size) -> Iterator[Remark]:
+    def _shape_remarks(self, file: str, width: int, height: int, size: Size) -> Iterator[Remark]:
         found = f"{width} x {height}"
         if width < size.width or height < size.height:
             yield Remark(file, "smaller than its training size", found, "enlarged")
         share = visible_share(width, height, size)
-        if share < LITTLE_SEEN:
+        if share < MIN_VISIBLE_SHARE:
             yield Remark(
                 file,
                 "extreme aspect ratio",
@@ -169,72 +161,74 @@ class _Checker:
                 "cropped",
             )
 
-    def _on_caption(self, file: str, caption: str | None) -> Iterator[Remark]:
+    def _caption_remarks(self, file: str, caption: str | None) -> Iterator[Remark]:
         if not caption:
             problem = "no caption" if caption is None else "empty caption"
             yield Remark(file, problem, "", "trained on the empty caption")
             return
         used = self.source.use_prefix
-        read = prefixed(caption, self.settings.captions) if used else caption
-        cuts = [cut for limit in self.limits if (cut := limit.cut(read))]
-        if cuts:
-            detail, done = describe_cuts(cuts)
+        encoded = prefixed(caption, self.settings.captions) if used else caption
+        found = [one for limit in self.limits if (one := limit.truncation(encoded))]
+        if found:
+            detail, done = describe_truncations(found)
             yield Remark(file, LONG_CAPTION, detail, done)
 
 
-def _missing_reason(image: Path) -> tuple[str, str] | None:
-    """Return problem and reason if there is no file of that name."""
+def _missing_file_problem(image: Path) -> tuple[str, str] | None:
+    """Return problem and reason where there is no file of that name."""
     try:
         if image.is_file():
             return None
         if image.is_symlink():
             return "missing", f"it is a link to {image.readlink()}, which does not exist"
         if image.exists():
-            return "no file", "it is a folder or a device, not a file"
-    except OSError as error:  # a name that is too long, a folder that may not be entered
+            return "not a file", "it is a folder or a device, not a file"
+    except OSError as error:  # the name is too long, or a folder can't be entered
         return "can't be read", f"it can't be read: {error.strerror}"
-    return "missing", f"it is listed in {METADATA_FILES} but does not exist"
+    return "missing", f"it is listed in {METADATA_FILE} but does not exist"
 
 
 def preflight(
     folder: Path,
     settings: dataset_spec.Dataset,
-    limits: tuple[CaptionLimit, ...] = (),
-    tick: Tick = lambda done, total: None,
+    limits: tuple[TokenLimit, ...] = (),
+    on_progress: OnProgress = lambda done, total: None,
     extra: Sequence[SourceFolder] = (),
 ) -> tuple[tuple[Sample, ...], PreflightReport]:
-    """Check every image below ``folder``, then of ``extra``, sorted by name within each source.
+    """Check every image of a dataset.
 
     Args:
-        folder: Directory of ``dataset.uri``.
-        settings: The job's ``spec.dataset``.
-        limits: Token limits of the text encoders; without them, captions are not tokenized.
-        tick: Progress callback; it may raise to stop.
-        extra: Extra sources.
+        folder: The dataset's folder.
+        settings: ``dataset`` of the job.
+        limits: Token limits of the text encoders; without them captions are not checked.
+        on_progress: Called with (images checked, images in all); may raise to stop.
+        extra: Further source folders.
 
     Returns:
-        The usable samples, and the report with the problems of all others; see `check_report`.
+        The usable samples of ``folder``, then of ``extra``, each sorted by name; and the report,
+        which has what is wrong with images (see ``require_usable_images``).
 
     Raises:
-        DatasetError: There is no image at all, or metadata.jsonl cannot be read.
+        DatasetError: There is no image at all, or metadata.jsonl can't be read.
     """
     sizes = training_sizes(settings)
-    work: list[tuple[_Checker, Path]] = []
+    work: list[tuple[_ImageChecker, Path]] = []
     others, orphans = 0, list[Remark]()
     for source in (SourceFolder(folder, repeats=settings.repeats), *extra):
         files = sorted(files_below(_existing(source)))
         images, listing = _images_of(files, source, settings)
-        checker = _Checker(source, settings, sizes, listing, limits)
+        checker = _ImageChecker(source, settings, sizes, listing, limits)
         work += [(checker, image) for image in images]
-        others += _others(files, images)
-        orphans += _orphans(files, images, source)
-    checked: list[_Checked] = []
+        others += _count_other_files(files, images)
+        orphans += _orphaned_captions(files, images, source)
+    checked: list[_CheckedImage] = []
+    # Threads suffice: Pillow's decoders release the GIL. Eight hold eight decoded images at most.
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         try:
             for one in pool.map(lambda pair: pair[0](pair[1]), work):
                 checked.append(one)
-                tick(len(checked), len(work))
-        except BaseException:
+                on_progress(len(checked), len(work))
+        except BaseException:  # a stop request: thousands of images may still be queued
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     checked = _mark_duplicates(checked, settings.on_duplicate)
@@ -250,31 +244,32 @@ def _existing(source: SourceFolder) -> Path:
 
 def _images_of(
     files: list[Path], source: SourceFolder, settings: dataset_spec.Dataset
-) -> tuple[list[Path], Listing]:
-    """Find the images among a source's files, and read their metadata."""
+) -> tuple[list[Path], MetadataListing]:
+    """Return the images among a source's files, and their metadata."""
     folder = source.folder
-    by_folder: dict[Path, list[str]] = {}
+    names: dict[Path, list[str]] = {}
     for file in files:
-        by_folder.setdefault(file.parent, []).append(file.name)
-    check_caption_files(by_folder)
-    metadata = [file for file in files if file.name == METADATA_FILES]
-    listing = as_on_disk(read_listing(metadata, settings.columns), files)
-    require_fields(listing, settings.columns, folder, source.caption, source.category)
+        names.setdefault(file.parent, []).append(file.name)
+    check_metadata_format(names)
+    metadata = [file for file in files if file.name == METADATA_FILE]
+    listing = match_file_names(read_listing(metadata, settings.columns), files)
+    check_columns(listing, settings.columns, folder, source.caption, source.category)
     images = sorted(
         {file for file in files if file.suffix.lower() in IMAGE_SUFFIXES} | set(listing.entries)
     )
     if not images:
         raise DatasetError(
-            f"The dataset {folder} holds no images ({len(files)} files of other kinds): see "
+            f"The dataset {folder} contains no images ({len(files)} files of other kinds): see "
             f"{source.field}."
         )
     return images, listing
 
 
-def check_report(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
-    """Check that something is usable, and that no image is bad if ``on_bad_image`` is fail.
+def require_usable_images(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
+    """Check that the images of a report can be trained on; duplicates skipped on request can.
 
-    Duplicates that were skipped on request are not bad. Raises DatasetError.
+    Raises:
+        DatasetError: No image is usable, or one is not and ``on_bad_image`` is fail.
     """
     bad = [remark for remark in report.skipped if remark.problem != DUPLICATE]
     if not bad:
@@ -292,9 +287,9 @@ def check_report(report: PreflightReport, on_bad_image: Literal["fail", "skip"])
 
 
 def _mark_duplicates(
-    checked: Sequence[_Checked], on_duplicate: Literal["keep", "skip"]
-) -> list[_Checked]:
-    """Report, or skip, every sample with the same bytes as an earlier one."""
+    checked: Sequence[_CheckedImage], on_duplicate: Literal["keep", "skip"]
+) -> list[_CheckedImage]:
+    """Note, or skip, every sample with the same bytes as an earlier one."""
     first: dict[str, str] = {}
     marked = []
     for one in checked:
@@ -314,19 +309,21 @@ def _mark_duplicates(
     return marked
 
 
-def _others(files: list[Path], images: list[Path]) -> int:
+def _count_other_files(files: list[Path], images: list[Path]) -> int:
     known = set(images)
     return sum(
-        file not in known and file.name != METADATA_FILES and file.suffix not in SUFFIXES
+        file not in known and file.name != METADATA_FILE and file.suffix not in CAPTION_SUFFIXES
         for file in files
     )
 
 
-def _orphans(files: list[Path], images: list[Path], source: SourceFolder) -> Iterator[Remark]:
-    """Report captions without an image, which may have been lost in a copy."""
+def _orphaned_captions(
+    files: list[Path], images: list[Path], source: SourceFolder
+) -> Iterator[Remark]:
+    """Yield the captions without an image, which may have been lost while it was copied."""
     known = {image.with_suffix("") for image in images} | set(images)
     for file in files:
-        if file.suffix in SUFFIXES and file.with_suffix("") not in known:
+        if file.suffix in CAPTION_SUFFIXES and file.with_suffix("") not in known:
             name = printable(file.relative_to(source.folder).as_posix())
             where = f"{source.label}/{name}" if source.label else name
             yield Remark(where, "caption without an image", "", "not used")
@@ -335,7 +332,7 @@ def _orphans(files: list[Path], images: list[Path], source: SourceFolder) -> Ite
 def _report(
     folder: Path,
     resolution: int,
-    checked: list[_Checked],
+    checked: list[_CheckedImage],
     other_files: int,
     orphans: Sequence[Remark],
 ) -> PreflightReport:

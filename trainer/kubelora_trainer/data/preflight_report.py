@@ -1,4 +1,4 @@
-"""The preflight report, for people (a table) and for programs (preflight.json)."""
+"""Preflight report, for people (a table) and for programs (preflight.json)."""
 
 import io
 import json
@@ -13,18 +13,14 @@ from kubelora_trainer.utils.atomic_io import write_file
 
 TABLE_WIDTH = 120
 NAMED_FILES = 3
-"""Number of files that a row of the table names; preflight.json names all."""
+"""Files that a row of the table names; preflight.json names all of them."""
 
 
 @dataclass(frozen=True)
 class Remark:
-    """Something about one file that its owner should know.
+    """Problem of one file that a person should know about.
 
-    Attributes:
-        file: Path relative to the dataset.
-        problem: Kind of problem, in few words.
-        detail: What was found.
-        done: How it was handled.
+    problem: its kind, in a few words. detail: what was found. done: what was done about it.
     """
 
     file: str
@@ -35,7 +31,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers of images of one category or source."""
+    """Images of one category or training size."""
 
     found: int
     used: int
@@ -43,23 +39,13 @@ class Count:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """The result of preflight. Always found = used + len(skipped), otherwise ValueError.
+    """Result of preflight.
 
-    Attributes:
-        folder: Directory of ``dataset.uri``.
-        resolution: The job's resolution.
-        found: Number of images found.
-        used: Number of images used.
-        skipped: Unusable images, each with its reason.
-        notes: Remarks on used images.
-        without_caption: Number of images with an empty caption.
-        upscaled: Number of images smaller than their training size.
-        duplicates: Number of exact duplicates.
-        cut_captions: Number of captions longer than a text encoder reads.
-        other_files: Number of files that are neither images nor captions.
-        sources: Counts by directory or URI.
-        categories: Counts by name; "" for images without one.
-        sizes: Number of used images by training size.
+    found = used + len(skipped), always; ValueError otherwise.
+    skipped: the images that can't be used, each with its reason. sources: by folder or URI.
+    categories: by name, empty for images without one. sizes: used images by training size.
+    cut_captions: captions longer than a text encoder reads. other_files: neither images nor
+    captions.
     """
 
     folder: str
@@ -83,13 +69,17 @@ class PreflightReport:
 
 
 def write_report(report: PreflightReport, path: Path) -> None:
-    """Write preflight.json atomically. Raises OutputError."""
+    """Write preflight.json atomically.
+
+    Raises:
+        OutputError: The disk refuses the write.
+    """
     text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
     write_file(path, text.encode())
 
 
 def report_text(report: PreflightReport) -> str:
-    """Format counts, and a table with one row per kind of problem and how it was handled."""
+    """Format the counts, and a table with one row per kind of problem and what was done."""
     lines = [
         f"data: {report.found} images found = {report.used} used + {len(report.skipped)} skipped"
         f" in {report.folder}"

@@ -11,19 +11,22 @@ Purpose = Literal[
 
 
 def draw_bits(seed: int, micro_step: int, slot: int, purpose: Purpose) -> int:
-    """Draw 64 bits that are independent between any two different arguments (SHA-256).
+    """Derive 64 random bits from the arguments (SHA-256); no two sets of arguments are related.
 
     Args:
         seed: Seed of the run.
         micro_step: Micro-step, from 0.
-        slot: Index within the micro-batch.
-        purpose: What the draw is for.
+        slot: Position of the sample in the micro-batch.
+        purpose: What the bits are used for.
+
+    Returns:
+        An integer of 64 bits.
     """
     return _hash(f"{purpose} {seed} {micro_step} {slot}")
 
 
 def uniform(bits: int) -> float:
-    """Convert the 53 highest of 64 bits to a number in [0, 1)."""
+    """Turn the highest 53 of 64 bits, as many as a double holds, into a number in [0, 1)."""
     return float((bits >> 11) * 2.0**-53)
 
 

@@ -1,13 +1,13 @@
-"""The samples of each micro-step, and every random number that goes with them.
+"""Sampling order: the samples of each micro-step, and every random number they need.
 
 Each draw is a pure function of (seed, micro-step, slot): no state is carried from one micro-step to
-the next. A run that resumes at micro-step n therefore draws exactly what an uninterrupted run would
-have drawn, even in the middle of a window.
+the next. A run that resumes at micro-step n, even in the middle of a window, therefore draws
+exactly what the uninterrupted run drew.
 
 Windows: optimizer step k (from 0) sums the micro-steps k*K to (k+1)*K - 1, where K is
-gradientAccumulation. A window may span two epochs. A micro-batch has one training size. The last
-one of each size in an epoch may be smaller, so that no image is dropped; losses are normalised by
-the number of samples actually seen.
+gradientAccumulation. A window may span two epochs. All images of a micro-batch have one training
+size; the last micro-batch of each size in an epoch may be smaller than the others, so that no image
+is dropped; losses are normalised by the samples seen.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,19 +21,13 @@ from kubelora_trainer.data.rng import Purpose, _generator, draw_bits, uniform
 
 @dataclass(frozen=True)
 class SampleDraw:
-    """One slot of a micro-batch.
+    """Sample of a micro-batch, with its random numbers.
 
-    Attributes:
-        sample: Index into the dataset.
-        across: Horizontal position of the crop, uniform in [0, 1) like all floats here.
-        down: Vertical position of the crop.
-        timestep: Noise level.
-        caption: The caption is dropped if this is below captionDropout.
-        flip: The image is mirrored if this is below flip.
-        noise_seed: Seed of the noise.
-        posterior_seed: Seed of the draw from the VAE's posterior.
-        tags_seed: Seed of the order of tags.
-        offset_seed: Seed of the noise offset.
+    sample: index into the dataset. across, down, timestep, caption, flip: uniform in [0, 1), for
+    the position of the crop, the noise level, whether the caption is dropped (below captionDropout)
+    and whether the image is mirrored (below flip).
+    noise_seed, posterior_seed, tags_seed, offset_seed: for the generators of the noise, of the
+    VAE's posterior, of the order of tags and of offset noise.
     """
 
     sample: int
@@ -50,7 +44,7 @@ class SampleDraw:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Samples of an epoch (n), and the start and end of each micro-batch among them (m)."""
+    """Samples of an epoch (n), and the bounds of each micro-batch among them (m)."""
 
     samples: np.ndarray
     begins: np.ndarray
@@ -59,21 +53,21 @@ class _Epoch:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of ``samples`` samples in micro-batches of ``batch_size``.
+    """Order of ``samples`` samples in micro-batches of ``batch_size``.
 
-    groups: samples that may share a micro-batch, such as those of one training size. A sample
-    listed twice is seen twice per epoch. None: all samples, once each.
+    groups: samples that may share a micro-batch, such as those of one training size; a sample that
+    is listed twice is seen twice per epoch. None: one group of all samples.
     """
 
     seed: int
     samples: int
     batch_size: int
     groups: tuple[tuple[int, ...], ...] | None = None
-    _kept: dict[int, _Epoch] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _epochs: dict[int, _Epoch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def micro_steps_per_epoch(self) -> int:
-        """Number of micro-batches that cover every sample once."""
+        """Micro-batches in which every entry of the groups is seen once."""
         sizes = [len(group) for group in self.groups] if self.groups else [self.samples]
         return sum(-(-size // self.batch_size) for size in sizes)
 
@@ -87,16 +81,20 @@ class SampleOrder:
         )
 
     def _epoch(self, number: int) -> _Epoch:
-        """Return the epoch's order, a pure function of (seed, number); two epochs are cached."""
-        kept = self._kept.get(number)
-        if kept is None:
-            kept = self._shuffled(number)
-            for other in [n for n in list(self._kept) if abs(n - number) > 1]:
-                self._kept.pop(other, None)
-            self._kept[number] = kept
-        return kept
+        """Return the epoch's order, a pure function of (seed, number).
 
-    def _shuffled(self, number: int) -> _Epoch:
+        Neighbouring epochs stay in memory: images of the next one are read ahead.
+        """
+        epoch = self._epochs.get(number)
+        if epoch is None:
+            epoch = self._shuffle(number)
+            for other in [n for n in list(self._epochs) if abs(n - number) > 1]:
+                # With a default: the reading thread may have removed it just now.
+                self._epochs.pop(other, None)
+            self._epochs[number] = epoch
+        return epoch
+
+    def _shuffle(self, number: int) -> _Epoch:
         groups = self.groups or (tuple(range(self.samples)),)
         shuffled, begins, ends, start = [], [], [], 0
         for index, group in enumerate(groups):
@@ -107,7 +105,7 @@ class SampleOrder:
             ends.append(np.minimum(edges + self.batch_size, start + len(group)))
             start += len(group)
         first, last = np.concatenate(begins), np.concatenate(ends)
-        if len(groups) > 1:  # mix the training sizes instead of one after the other
+        if len(groups) > 1:  # mix micro-batches of all sizes instead of one size after the other
             order = _generator(f"batches {self.seed} {number}").permutation(len(first))
             first, last = first[order], last[order]
         return _Epoch(np.concatenate(shuffled), first, last)
@@ -123,6 +121,7 @@ class SampleOrder:
             timestep=uniform(bits("timestep")),
             caption=uniform(bits("caption")),
             flip=uniform(bits("flip")),
+            # 63 bits: a seed is then a positive number in a signed 64-bit integer too.
             noise_seed=bits("noise") >> 1,
             posterior_seed=bits("posterior") >> 1,
             tags_seed=bits("tags") >> 1,
@@ -131,48 +130,49 @@ class SampleOrder:
 
 
 @dataclass(frozen=True)
-class Share:
-    """The micro-steps of one rank: every ``size``-th of a window.
+class RankShare:
+    """Micro-steps of one rank: every ``size``-th of a window.
 
-    A micro-batch is never split, so its samples, its draws and its weight in the window do not
-    depend on the number of ranks. Some ranks may have one micro-step more than others, or none.
+    A micro-batch is never split, so its samples, its draws and the weight of the window don't
+    depend on the number of ranks. Some ranks may have one more than others, or none.
     """
 
     rank: int
     size: int
 
     def of(self, micro_steps: range) -> range:
-        """Select this rank's micro-steps among those that a window still needs."""
+        """Return this rank's micro-steps among those that a window still needs."""
         return micro_steps[self.rank :: self.size]
 
     def after(self, micro_step: int, accumulation: int) -> int:
-        """Return the micro-step that this rank computes after ``micro_step``."""
+        """Return the micro-step that this rank runs after ``micro_step``."""
         window_end = (micro_step // accumulation + 1) * accumulation
         following = micro_step + self.size
         return following if following < window_end else window_end + self.rank
 
 
-ALL_MICRO_STEPS = Share(0, 1)
+ALL_MICRO_STEPS = RankShare(0, 1)
 
 
 def epoch_permutation(seed: int, epoch: int, samples: int, group: int = 0) -> np.ndarray:
-    """Shuffle a group's samples for an epoch.
+    """Draw the order of a group's samples in an epoch, from (seed, epoch, group) alone.
 
     Args:
         seed: Seed of the run.
         epoch: Epoch, from 0.
-        samples: Number of samples of the group.
+        samples: Samples in the group.
         group: Index of the group.
 
     Returns:
-        A permutation that depends only on (seed, epoch, group).
+        A permutation of range(samples), int64.
     """
+    # The first group has no suffix, so that a dataset of one size has the same order with buckets.
     of_group = f" group {group}" if group else ""
     return _generator(f"epoch {seed} {epoch}{of_group}").permutation(samples)
 
 
 def groups_of(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Group the indices of equal keys, in the order of each group's first member."""
+    """Group the indices of equal keys; groups are in the order of their first member."""
     groups: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
         groups.setdefault(key, []).append(index)

@@ -1,26 +1,20 @@
-"""The directories of a dataset, each with the settings that apply to all its images."""
+"""Source folders of a dataset, each with the settings that apply to all of its images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kubelora_api import dataset_spec
-from kubelora_trainer.data.parquet_images import holds_only_tables, unpack_tables
+from kubelora_trainer.data.parquet_images import is_table_dataset, unpack_tables
 from kubelora_trainer.storage.uris import resolve_input
 
 
 @dataclass(frozen=True)
 class SourceFolder:
-    """A directory of images.
+    """Folder of images.
 
-    Attributes:
-        folder: The directory.
-        label: Prefix of file names in reports; empty for ``dataset.uri``.
-        repeats: Times an epoch sees each image.
-        loss_weight: Weight of each image's loss.
-        category: Category of all its images, or None.
-        caption: Caption of images without one, or None.
-        use_prefix: True if captions get the prefix.
+    label: prefix of its files' names in reports; empty for the dataset's first source. category:
+    of all its images. caption: of those that have none.
     """
 
     folder: Path
@@ -33,38 +27,49 @@ class SourceFolder:
 
     @property
     def field(self) -> str:
-        """The job's field that sets the directory."""
+        """Field of the job that names the folder."""
         return "dataset.extraSources" if self.label else "dataset.uri"
 
 
-def resolve_folder(uri: str, columns: dataset_spec.Columns, mounts: Mapping[str, Path]) -> Path:
-    """Resolve ``uri`` to a directory of images; tables are unpacked.
+def resolve_dataset_folder(
+    uri: str, columns: dataset_spec.Columns, mounts: Mapping[str, Path]
+) -> Path:
+    """Resolve a dataset's URI to a folder of images; tables are unpacked.
 
     Args:
-        uri: The dataset's location.
-        columns: The job's column names.
-        mounts: Local directory of each mounted URI.
+        uri: URI of the dataset.
+        columns: Names of the tables' columns.
+        mounts: Folder of each claim given by ``--mount``.
+
+    Returns:
+        A local folder.
 
     Raises:
-        DatasetError: The dataset cannot be read.
+        DatasetError: The URI can't be resolved, or its tables can't be read.
     """
-    place = resolve_input(uri, mounts)
-    return unpack_tables(place, columns) if holds_only_tables(place) else place
+    path = resolve_input(uri, mounts)
+    return unpack_tables(path, columns) if is_table_dataset(path) else path
 
 
 def _columns_of(source: dataset_spec.Source, columns: dataset_spec.Columns) -> dataset_spec.Columns:
-    """Restore the default category column if the source sets one category for all its images."""
-    usual = dataset_spec.Columns().category
-    return columns.model_copy(update={"category": usual}) if source.category else columns
+    """Make the category column optional for a source with one category for all its images."""
+    default = dataset_spec.Columns().category  # the default name alone may be absent from a table
+    return columns.model_copy(update={"category": default}) if source.category else columns
 
 
 def resolve_extra_sources(
     settings: dataset_spec.Dataset, mounts: Mapping[str, Path]
 ) -> tuple[SourceFolder, ...]:
-    """Resolve the dataset's extra sources, in their order. Raises DatasetError."""
+    """Resolve the dataset's extra sources, in their order.
+
+    Raises:
+        DatasetError: A URI can't be resolved, or its tables can't be read.
+    """
     return tuple(
         SourceFolder(
-            folder=resolve_folder(source.uri, _columns_of(source, settings.columns), mounts),
+            folder=resolve_dataset_folder(
+                source.uri, _columns_of(source, settings.columns), mounts
+            ),
             label=source.uri.rstrip("/"),
             repeats=source.repeats,
             loss_weight=source.loss_weight,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from kubelora_trainer.checkpoint.state import RunPosition
-from kubelora_trainer.data.sampler import ALL_MICRO_STEPS, Share
+from kubelora_trainer.data.sampler import ALL_MICRO_STEPS, RankShare
 from kubelora_trainer.distributed.missing_ranks import RankMonitor
 from kubelora_trainer.distributed.reduce_payload import (
     ControlFlags,
@@ -51,7 +51,7 @@ class ProcessGroup(Protocol):
     """All ranks of a run, as seen by one of them."""
 
     @property
-    def share(self) -> Share:
+    def share(self) -> RankShare:
         """Which micro-steps this rank computes."""
 
     def tail_elements(self, sums: int) -> int:
@@ -157,7 +157,7 @@ class DistributedGroup:
 
     def __init__(self, rank: int, size: int, monitor: RankMonitor | None = None) -> None:
         """Join as ``rank`` of ``size``. Without ``monitor`` a lost rank is not named."""
-        self.share = Share(rank, size)
+        self.share = RankShare(rank, size)
         self._monitor = monitor or RankMonitor(None, rank, size, timedelta.max)
 
     def tail_elements(self, sums: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kubelora_api import names
 from kubelora_api.spec import Workers
-from kubelora_trainer.data.sampler import Share
+from kubelora_trainer.data.sampler import RankShare
 from kubelora_trainer.utils.errors import ConfigurationError
 
 LOOPBACK = "127.0.0.1"
@@ -51,9 +51,9 @@ class RankInfo:
     port: int
 
     @property
-    def share(self) -> Share:
+    def share(self) -> RankShare:
         """Which micro-steps this rank computes."""
-        return Share(self.rank, self.size)
+        return RankShare(self.rank, self.size)
 
 
 SINGLE_RANK = RankInfo(rank=0, local_rank=0, size=1, ranks_per_node=1, address=LOOPBACK, port=0)

@@ -164,8 +164,8 @@ def remembered(memory: Memory, numbers: StepNumbers) -> Memory:
             scales[group] = (*scales.get(group, ()), n.update_scale)[-SETTLED_STEPS:]
             if memory.before:
                 since[group] = (*since.get(group, ()), n.update_scale)
-    drain_reports = any(len(s) >= RESUMED_STEPS for s in since.values())
-    if drain_reports:
+    judged = any(len(s) >= RESUMED_STEPS for s in since.values())
+    if judged:
         return Memory(losses, scales)
     return Memory(losses, scales, memory.before, since)
 

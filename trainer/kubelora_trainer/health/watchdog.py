@@ -40,7 +40,7 @@ class WatchState:
     """
 
     recent: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
-    drain_reports: Names = frozenset()
+    judged: Names = frozenset()
     found: Mapping[str, Finding] = field(default_factory=dict)
     active: Names = frozenset()
     accepted: Names = frozenset()
@@ -56,7 +56,7 @@ class WatchState:
         if severities:
             return "Warning"
         wanted = {t.finding for t in THRESHOLDS if t.everywhere}
-        return "Healthy" if self.drain_reports >= wanted else "Unknown"
+        return "Healthy" if self.judged >= wanted else "Unknown"
 
     @property
     def due(self) -> Finding | None:
@@ -147,13 +147,13 @@ def _observe_one(
         worst = (min if threshold.op == "<" else max)(broken, key=lambda g: broken[g])
         earlier = found.get(name) if name in state.active else None
         found[name] = _finding(threshold, limit, worst, broken[worst], step, earlier)
-    drain_reports = {name} if medians and threshold.everywhere else set()
+    judged = {name} if medians and threshold.everywhere else set()
     # What a single step shows is over with the next: nothing of it is kept.
     kept = {**state.recent, name: recent} if recent and threshold.window > 1 else state.recent
     return replace(
         state,
         recent=kept,
-        drain_reports=state.drain_reports | drain_reports,
+        judged=state.judged | judged,
         found=found,
         active=(state.active | {name}) if broken else (state.active - {name}),
     )

@@ -19,7 +19,7 @@ from kubelora_api.spec import JobSpec
 from kubelora_api.status import Finding
 from kubelora_trainer.data.cropping import SizeConditions
 from kubelora_trainer.data.dataset import ImageDataset
-from kubelora_trainer.data.sampler import ALL_MICRO_STEPS, SampleDraw, Share
+from kubelora_trainer.data.sampler import ALL_MICRO_STEPS, RankShare, SampleDraw
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.draw_check import RepeatedDraws
 from kubelora_trainer.objective.embedding_cache import NO_CACHE, DataCache
@@ -76,7 +76,7 @@ class SdxlObjective:
         dataset: ImageDataset,
         spec: JobSpec,
         cache: DataCache = NO_CACHE,
-        share: Share = ALL_MICRO_STEPS,
+        share: RankShare = ALL_MICRO_STEPS,
     ) -> None:
         """share: what this rank does of the work; any micro-step can be asked for all the same."""
         self._base = base

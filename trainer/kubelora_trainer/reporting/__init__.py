@@ -1,1 +1,1 @@
-"""What a run reports: metrics, progress, the run log, trackers and the summary."""
+"""Reports of a run: metrics, progress, the run log, trackers and the summary."""

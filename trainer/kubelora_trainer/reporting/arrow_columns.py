@@ -1,7 +1,7 @@
-"""Columns of an Arrow table, made of their buffers.
+"""Columns of an Arrow table, built from raw buffers.
 
-``pyarrow.array`` imports pandas wherever that is installed: 40 MiB and a second, in the middle of a
-training run, for columns that are plain numbers and names.
+``pyarrow.array`` imports pandas if it is installed, which costs 40 MiB and a second in the middle
+of a training run. The columns here are plain numbers and names.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    import pyarrow as pa  # 30 MiB, loaded when rows are written and not before the first step
+    import pyarrow as pa  # 30 MiB, imported when rows are written, not before the first step
 
 
 def number_column(values: np.ndarray, absent: np.ndarray | None = None) -> "pa.Array":
-    """Numbers in their own type. absent: bool of their shape, where a row is null; None: nowhere.
+    """Build a column of numbers in their own type; NaN stays NaN.
 
-    values: of one dimension. NaN stays NaN.
+    values: one-dimensional. absent: bool of the same shape, True for null; None means no nulls.
     """
     import pyarrow as pa
 
@@ -27,12 +27,12 @@ def number_column(values: np.ndarray, absent: np.ndarray | None = None) -> "pa.A
 
 
 def measured_column(values: np.ndarray) -> "pa.Array":
-    """Numbers of which NaN, which stands for what was not measured, is null."""
+    """Build a column of numbers in which NaN, which means "not measured", becomes null."""
     return number_column(values, np.isnan(values))
 
 
 def name_column(values: Sequence[str]) -> "pa.DictionaryArray":
-    """Names of which there are few, each stored once in the order of their first appearance."""
+    """Build a dictionary column of a few distinct names, in the order of their first appearance."""
     import pyarrow as pa
 
     place = {name: index for index, name in enumerate(dict.fromkeys(values))}

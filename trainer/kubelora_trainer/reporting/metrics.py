@@ -1,4 +1,4 @@
-"""The run's Prometheus metric families."""
+"""Prometheus metric families of a run."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -27,15 +27,15 @@ _METRICS: Final = {metric.name: metric for metric in metrics.TRAINER_METRICS}
 class TrainerMetrics(Collector):
     """The metric families of ``kubelora_api.metrics.TRAINER_METRICS`` in one registry.
 
-    Steps are many and scrapes few, so gauges are set when the registry is read: this object stands
-    in it before all families, and brings them up to date.
+    Steps are frequent and scrapes are rare, so gauges are set only when the registry is read: this
+    collector is registered before all families and updates them.
     """
 
     def __init__(self, registry: CollectorRegistry, plan: PrecisionPlan) -> None:
         self.registry = registry
         self._newest: _Step | None = None
         self._showing = threading.Lock()
-        registry.register(self)
+        registry.register(self)  # first, so that collect() runs before the families are read
         self._plan = plan
         self._gauges: dict[str, Gauge] = {}
         self._series: dict[tuple[str, ...], Gauge] = {}
@@ -61,19 +61,26 @@ class TrainerMetrics(Collector):
         )
 
     def plan_steps(self, step: int, total: int) -> None:
-        """Tell how far the run is at its start and how far it will go."""
+        """Set the current step and the planned number of steps."""
         self._set(metrics.STEP, step)
         self._set(metrics.STEPS_PLANNED, total)
 
     def publish(self, numbers: StepNumbers, watch: WatchState, seconds: float) -> None:
-        """Show one optimizer step. seconds: its wall time."""
+        """Publish one optimizer step.
+
+        Args:
+            numbers: The step's measurements.
+            watch: State of the watchdog.
+            seconds: Wall time of the step.
+        """
         if numbers.skipped:
             self._counters[metrics.STEPS_SKIPPED.name].inc()
-        groups = {} if numbers.skipped else numbers.groups  # of a step that never was
+        groups = {} if numbers.skipped else numbers.groups  # a skipped step has no measurements
         for group, of_group in groups.items():
             if of_group.grad_nonfinite:
                 self._nonfinite(group).inc(of_group.grad_nonfinite)
-        for category, of_category in numbers.category_losses.items():  # others in every step
+        # Set at once: the next step may have other categories.
+        for category, of_category in numbers.category_losses.items():
             self._set(metrics.CATEGORY_LOSS, of_category.loss, category=category)
         with self._showing:
             before = self._newest
@@ -81,11 +88,11 @@ class TrainerMetrics(Collector):
             self._newest = _Step(numbers, shown, watch, seconds)
 
     def describe(self) -> list[Family]:
-        """Nothing: the families describe themselves."""
+        """Return nothing: the families describe themselves."""
         return []
 
     def collect(self) -> list[Family]:
-        """Bring the families up to date, before they are collected."""
+        """Update the families before they are collected."""
         with self._showing:
             newest, self._newest = self._newest, None
             if newest is not None:
@@ -94,7 +101,7 @@ class TrainerMetrics(Collector):
 
     def _show(self, newest: "_Step") -> None:
         for group, of_group in newest.groups.items():
-            self._nonfinite(group)  # a counter begins at 0
+            self._nonfinite(group)  # create the series, so that it starts at 0
             for metric, value in _shown(of_group, GROUP_FIELDS):
                 if metric.type == "counter":
                     continue
@@ -115,12 +122,12 @@ class TrainerMetrics(Collector):
             )
 
     def checkpointed(self, step: int, unix_time: float) -> None:
-        """Show the newest checkpoint."""
+        """Publish the newest checkpoint."""
         self._set(metrics.CHECKPOINT_STEP, step)
         self._set(metrics.CHECKPOINT_TIME, unix_time)
 
     def tracker_failed(self) -> None:
-        """Count one experiment tracker that is left out from here on."""
+        """Count an experiment tracker that has been disabled."""
         self._gauges[metrics.TRACKERS_FAILED.name].inc()
 
     def _nonfinite(self, group: str) -> Counter:
@@ -136,7 +143,7 @@ class TrainerMetrics(Collector):
 
 @dataclass(frozen=True)
 class _Step:
-    """What gauges are still to show. groups: of the newest step that was not skipped."""
+    """Values that the gauges do not show yet. groups: of the newest step that was not skipped."""
 
     numbers: StepNumbers
     groups: Mapping[str, GroupNumbers]

@@ -1,7 +1,7 @@
-"""A table that grows while a run goes on: parts written at checkpoints, joined at the end.
+"""A table that grows during a run: parts written at checkpoints and joined at the end.
 
-A part beyond the checkpoint that a run resumes from is dropped, for its steps come again: every
-step stands in the table once, through kills and resumes.
+Parts beyond the checkpoint that a run resumes from are dropped, because their steps are repeated.
+So every step appears exactly once, in spite of kills and resumes.
 """
 
 import re
@@ -15,13 +15,13 @@ from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.utils.atomic_io import flush_to_disk, sync_folder, writing_to
 
 if TYPE_CHECKING:
-    import pyarrow as pa  # loaded when rows are written, not before the first step
+    import pyarrow as pa  # imported when rows are written, not before the first step
 
 _PART = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 
 
 class ParquetParts:
-    """Parts in the folder ``parts`` of the output, and the table ``target`` that they become."""
+    """Parts in the directory ``parts`` of the output, to be joined to the table ``target``."""
 
     def __init__(
         self,
@@ -31,7 +31,15 @@ class ParquetParts:
         resumed_step: int,
         warn: Callable[[str], None],
     ) -> None:
-        """warn: is told of files that can't be read; a log is not worth a run."""
+        """Open the parts of a new or resumed run.
+
+        Args:
+            folder: The output directory.
+            parts: Name of the directory of parts.
+            target: The final table.
+            resumed_step: Step that the run resumes from.
+            warn: Called for each unreadable file; a damaged log does not stop a run.
+        """
         self._folder, self._parts = folder, folder.path / parts
         self._target, self._warn = folder.place(target), warn
         with writing_to(self._parts):
@@ -40,9 +48,9 @@ class ParquetParts:
         self.rewind(resumed_step)
 
     def _reopen(self, step: int) -> None:
-        """Take a joined table apart again, for a run that goes on behind its end.
+        """Split a joined table into parts again, for a run that continues beyond its end.
 
-        The table holds all that the parts did, so those that a kill left beside it are dropped.
+        The table has everything that the parts had, so parts that a kill left behind are dropped.
         """
         if not self._target.exists():
             return
@@ -58,7 +66,7 @@ class ParquetParts:
         self._target.unlink(missing_ok=True)
 
     def _row_groups(self, file: Path) -> "Iterator[pa.Table]":
-        """What can be read of a file; it is set aside, and that is told, where that is not all."""
+        """Yield the readable row groups of a file; if it is damaged, rename it and warn."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -67,9 +75,9 @@ class ParquetParts:
                 for number in range(table.num_row_groups):
                     yield table.read_row_group(number)
         except (pa.ArrowException, OSError) as error:
-            set_aside = file.with_name(f"{file.name}.corrupt")
-            file.replace(set_aside)
-            self._warn(f"{set_aside}: damaged, so the log lacks rows of it ({error})")
+            renamed = file.with_name(f"{file.name}.corrupt")
+            file.replace(renamed)
+            self._warn(f"{renamed}: damaged, so its rows are missing from the log ({error})")
 
     def rewind(self, step: int) -> None:
         """Drop the parts that hold steps after ``step``."""
@@ -80,7 +88,16 @@ class ParquetParts:
                     path.unlink()
 
     def write(self, table: "pa.Table", first: int, last: int) -> None:
-        """Write the rows of steps ``first`` to ``last``. Raises OutputError if refused."""
+        """Write the rows of steps ``first`` to ``last``.
+
+        Args:
+            table: The rows.
+            first: First step.
+            last: Last step.
+
+        Raises:
+            OutputError: The disk refuses the write.
+        """
         import pyarrow.parquet as pq
 
         self._folder.assert_ours()
@@ -93,7 +110,7 @@ class ParquetParts:
             sync_folder(path.parent)
 
     def finish(self) -> Path:
-        """Join all parts, with their row groups; returns the table's path."""
+        """Join all parts, row group by row group, and return the table's path."""
         import pyarrow.parquet as pq
 
         self._folder.assert_ours()
@@ -113,25 +130,25 @@ class ParquetParts:
                 sync_folder(target.parent)
             for part in self._parts.glob("steps-*.parquet"):
                 part.unlink()
-            with suppress(OSError):  # what was set aside stays
+            with suppress(OSError):  # not empty if it holds damaged files
                 self._parts.rmdir()
         return target
 
 
 def _columns_of_all(parts: Sequence[Path]) -> "pa.Schema":
-    """Every part's columns, in the newest part's types: an earlier version may have had others."""
+    """Merge the columns of all parts, with the newest types, as versions may differ."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     fields: dict[str, pa.Field] = {}
     for part in parts:
-        with suppress(pa.ArrowException, OSError):  # told when its rows are read
+        with suppress(pa.ArrowException, OSError):  # reported when its rows are read
             fields |= {field.name: field for field in pq.read_schema(part)}
     return pa.schema(list(fields.values()))
 
 
 def _with_columns(rows: "pa.Table", schema: "pa.Schema") -> "pa.Table":
-    """The rows with the columns of ``schema``; what was not measured then is null."""
+    """Convert rows to the columns of ``schema``; columns not measured at that time are null."""
     import pyarrow as pa
 
     return pa.table(

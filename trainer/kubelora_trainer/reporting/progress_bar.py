@@ -1,4 +1,4 @@
-"""What the person at the terminal sees while the run goes on: a bar, or a line now and then."""
+"""Progress in the terminal: a bar, or occasional lines."""
 
 from types import TracebackType
 from typing import Protocol, Self
@@ -18,7 +18,7 @@ from kubelora_trainer.utils.text import duration_text
 
 
 class ProgressView(Protocol):
-    """Shows steps as they are reported."""
+    """A view that shows each reported step."""
 
     def __enter__(self) -> Self: ...
 
@@ -34,7 +34,13 @@ class ProgressView(Protocol):
 
 
 def build_progress(console: Console, total_steps: int, done: int) -> ProgressView:
-    """A bar on a terminal; elsewhere lines, twenty a run and at least one per 50 steps."""
+    """Build a bar on a terminal; otherwise lines, at least 20 per run and one per 50 steps.
+
+    Args:
+        console: Where to print.
+        total_steps: Optimizer steps of the run.
+        done: Optimizer steps already done.
+    """
     if console.is_terminal:
         return BarView(console, total_steps, done)
     return LineView(console, total_steps, every=max(1, min(50, total_steps // 20)))
@@ -69,7 +75,7 @@ class BarView:
         self._bar.stop()
 
     def show(self, numbers: StepNumbers, seconds_left: float | None) -> None:
-        """Move the bar."""
+        """Update the bar."""
         text = f"loss {numbers.loss:.4f}  grad norm {numbers.grad_norm:.3g}"
         if seconds_left is not None:
             text += f"  ETA {duration_text(seconds_left)}"
@@ -77,7 +83,7 @@ class BarView:
 
 
 class LineView:
-    """One line per ``every`` steps, and for the last."""
+    """One line per ``every`` steps, and for the last step."""
 
     def __init__(self, console: Console, total_steps: int, every: int) -> None:
         self._console, self._total, self._every = console, total_steps, every
@@ -93,7 +99,7 @@ class LineView:
     ) -> None: ...
 
     def show(self, numbers: StepNumbers, seconds_left: float | None) -> None:
-        """Print the step where its turn has come."""
+        """Print the step if it is due."""
         if numbers.step % self._every and numbers.step != self._total:
             return
         left = "" if seconds_left is None else f" eta={duration_text(seconds_left)}"

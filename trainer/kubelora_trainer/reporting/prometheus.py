@@ -1,7 +1,7 @@
-"""The pod's window on itself: ``/metrics``, ``/status`` and ``/healthz`` on one port.
+"""HTTP server for ``/metrics``, ``/status`` and ``/healthz``, on one port.
 
-Served by daemon threads that only read what training published last (an immutable report, gauges
-of a registry of our own), so a slow or hostile reader can't disturb a step.
+Daemon threads serve only what training published last (an immutable report, and gauges in a
+registry of our own), so a slow or hostile client cannot delay a step.
 """
 
 import errno
@@ -32,9 +32,9 @@ class _Answer:
 
 @dataclass
 class Board:
-    """What ``/status`` tells, where another rank of the node serves it.
+    """Data of ``/status`` where another rank of the node serves it.
 
-    worst_modules: found when it is asked for, for that is seldom and a step is often.
+    worst_modules: computed on request, because requests are rare and steps are frequent.
     """
 
     report: RunReport
@@ -44,8 +44,10 @@ class Board:
 class Exporter:
     """The HTTP server.
 
-    report: what ``/status`` tells; assign a new one at any time. worst_modules: as in ``Board``.
-    scrapes_seen: completed scrapes.
+    Attributes:
+        report: Content of ``/status``; assign a new one at any time.
+        worst_modules: See `Board`.
+        scrapes_seen: Number of completed scrapes.
     """
 
     def __init__(
@@ -58,10 +60,18 @@ class Exporter:
         everywhere: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to serve on ``port`` (0: a free one).
+        """Start serving.
 
-        any_port: take a free port where ``port`` is taken. Raises OSError otherwise.
-        everywhere: listen on every address (a pod), not on this machine's own alone.
+        Args:
+            registry: Registry of ``/metrics``.
+            report: First content of ``/status``.
+            port: Port; 0 chooses a free one.
+            any_port: Choose a free port if ``port`` is taken.
+            everywhere: Listen on every address (in a pod), not only on loopback.
+            clock: Monotonic clock in seconds.
+
+        Raises:
+            OSError: The port cannot be opened.
         """
         self.report = report
         self.worst_modules: Callable[[], list[ModuleNumbers]] = list
@@ -79,24 +89,24 @@ class Exporter:
             self._server = _serve(everywhere, 0, handler)
         threading.Thread(
             target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.05},  # how fast close() is
+            kwargs={"poll_interval": 0.05},  # bounds the time that close() takes
             name="exporter",
             daemon=True,
         ).start()
 
     @property
     def port(self) -> int:
-        """The port that is served."""
+        """The port in use."""
         return int(self._server.server_address[1])
 
     def answer(self, path: str) -> _Answer:
-        """The response to ``GET path``."""
+        """Build the response to ``GET path``."""
         match path.partition("?")[0]:
             case "/metrics":
                 return _Answer(200, CONTENT_TYPE_LATEST, generate_latest(self._registry))
             case "/status":
-                told = self.report.model_copy(update={"worst_modules": self.worst_modules()})
-                body = told.model_dump_json(by_alias=True, exclude_none=True).encode()
+                report = self.report.model_copy(update={"worst_modules": self.worst_modules()})
+                body = report.model_dump_json(by_alias=True, exclude_none=True).encode()
                 return _Answer(200, "application/json", body)
             case "/healthz":
                 return _Answer(200, "text/plain; charset=utf-8", b"ok\n")
@@ -105,7 +115,7 @@ class Exporter:
                 return _Answer(404, "text/plain; charset=utf-8", text)
 
     def note_scrape(self, path: str, headers: Mapping[str, str]) -> None:
-        """Remember a completed scrape by Prometheus (told by its timeout header)."""
+        """Record a completed scrape by Prometheus, which its timeout header identifies."""
         if path.partition("?")[0] == "/metrics" and PROMETHEUS_HEADER in headers:
             with self._scraped:
                 self._scrapes = [*self._scrapes, self._clock()][-8:]
@@ -113,7 +123,7 @@ class Exporter:
                 self._scraped.notify_all()
 
     def last_scrape_budget(self) -> float:
-        """Seconds worth waiting for one more scrape; 0 for a run that nobody scraped."""
+        """Return how many seconds to wait for one more scrape; 0 if the run was never scraped."""
         scrapes = self._scrapes
         if not scrapes:
             return 0.0
@@ -123,9 +133,9 @@ class Exporter:
         return min(2 * interval, LAST_SCRAPE_MAX_SECONDS)
 
     def wait_for_scrape(self, stop: Callable[[], bool]) -> bool:
-        """Wait until the last numbers have been scraped once; whether they were.
+        """Wait until the final values have been scraped, and return whether they were.
 
-        stop: polled; true ends the wait (after SIGTERM nobody is to be kept waiting).
+        stop: polled; True ends the wait, because after SIGTERM the pod must not linger.
         """
         with self._scraped:
             deadline = self._clock() + self.last_scrape_budget()
@@ -184,6 +194,6 @@ def _handler_for(exporter: Exporter) -> type[BaseHTTPRequestHandler]:
             exporter.note_scrape(self.path, dict(self.headers.items()))
 
         def log_message(self, format: str, *args: object) -> None:
-            """Silence: a scrape every few seconds is no news."""
+            """Log nothing: scrapes every few seconds would flood the log."""
 
     return Handler

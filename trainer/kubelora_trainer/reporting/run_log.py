@@ -1,8 +1,8 @@
-"""The run's log, three tables for notebooks; ``docs/run-log.md`` tells their columns.
+"""The run log: three tables for notebooks, whose columns ``docs/run-log.md`` documents.
 
 ``metrics.parquet``: one row per optimizer step and adapter factor. ``groups.parquet``: one per step
-and group, with every measurement that is a metric. ``categories.parquet``, where images have
-categories: one per step and category. What was not measured in a step is null.
+and group, with every measurement that is a metric. ``categories.parquet``, if images have
+categories: one per step and category. Values that were not measured in a step are null.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ from kubelora_trainer.telemetry.step_metrics import GROUP_FIELDS, StepNumbers
 from kubelora_trainer.utils.errors import OutputError
 
 if TYPE_CHECKING:
-    import pyarrow as pa  # 30 MiB, loaded when rows are written and not before the first step
+    import pyarrow as pa  # 30 MiB, imported when rows are written, not before the first step
 
 ROWS_IN_MEMORY = 1 << 18
-"""Rows of factors kept before a part is written: some 30 MiB, however far checkpoints lie apart."""
+"""Factor rows buffered before a part is written: about 30 MiB, for any checkpoint interval."""
 
 
 class RunLog:
-    """Collects rows in memory, writes them in parts, joins the parts at the end."""
+    """A log that buffers rows, writes them in parts, and joins the parts at the end."""
 
     def __init__(
         self,
@@ -42,14 +42,21 @@ class RunLog:
         resumed_step: int,
         warn: Callable[[str], None],
     ) -> None:
-        """warn: is told of parts that a crash has damaged; their rows are missing then."""
+        """Open the log of a new or resumed run.
 
-        def open_parts(parts: str, target: OutputPath) -> ParquetParts:
+        Args:
+            folder: The output directory.
+            slots: The adapter's factors.
+            resumed_step: Step that the run resumes from.
+            warn: Called for each part that a crash has damaged; its rows are lost.
+        """
+
+        def parts_of(parts: str, target: OutputPath) -> ParquetParts:
             return ParquetParts(folder, parts, target, resumed_step, warn)
 
-        self._factors = open_parts(RUN_LOG_PARTS, OutputPath.RUN_LOG)
-        self._groups = open_parts(GROUP_LOG_PARTS, OutputPath.GROUP_LOG)
-        self._categories = open_parts(CATEGORY_LOG_PARTS, OutputPath.CATEGORY_LOG)
+        self._factors = parts_of(RUN_LOG_PARTS, OutputPath.RUN_LOG)
+        self._groups = parts_of(GROUP_LOG_PARTS, OutputPath.GROUP_LOG)
+        self._categories = parts_of(CATEGORY_LOG_PARTS, OutputPath.CATEGORY_LOG)
         self._names = {
             "module": [s.factor.module for s in slots],
             "factor": [s.factor.name.rpartition(".")[2] for s in slots],
@@ -58,19 +65,19 @@ class RunLog:
         self._steps: list[StepNumbers] = []
 
     def rewind(self, step: int) -> None:
-        """Drop the rows of all steps after ``step``, for they come again."""
+        """Drop the rows of all steps after ``step``, because these steps are repeated."""
         self._steps = [numbers for numbers in self._steps if numbers.step <= step]
         for parts in (self._factors, self._groups, self._categories):
             parts.rewind(step)
 
     def append(self, numbers: StepNumbers) -> None:
-        """Keep one step's rows. Raises OutputError if a part is due and refused."""
+        """Buffer one step's rows. Raises OutputError if a part is due and the disk refuses it."""
         self._steps.append(numbers)
         if len(self._steps) * len(self._names["module"]) >= ROWS_IN_MEMORY:
             self.flush()
 
     def flush(self) -> None:
-        """Write the rows kept so far as one part. Raises OutputError if refused."""
+        """Write the buffered rows as one part. Raises OutputError if the disk refuses it."""
         if not self._steps:
             return
         first, last = self._steps[0].step, self._steps[-1].step
@@ -81,7 +88,7 @@ class RunLog:
         self._steps = []
 
     def finish(self) -> Path:
-        """Join all parts to the tables; returns the path of ``metrics.parquet``."""
+        """Join all parts and return the path of ``metrics.parquet``."""
         self.flush()
         self._categories.finish()
         self._groups.finish()
@@ -151,27 +158,27 @@ def _by_category(steps: Sequence[StepNumbers]) -> "pa.Table":
 
 
 @contextmanager
-def kept_to_the_end(log: "RunLog | NoLog") -> Iterator[None]:
-    """Around training: an error's last steps, which tell why it came, are written too.
+def flush_on_error(log: "RunLog | NoLog") -> Iterator[None]:
+    """Flush the log if training raises, so that the last steps before the error are kept.
 
-    A run that goes on from an earlier checkpoint drops them again, for they come anew.
+    A run that resumes from an earlier checkpoint drops and repeats them.
     """
     try:
         yield
     except Exception:
-        with suppress(OutputError):  # the first error counts
+        with suppress(OutputError):  # report the original error
             log.flush()
         raise
 
 
 class NoLog:
-    """In place of a log where another rank keeps it."""
+    """A log that discards everything, on ranks that do not write it."""
 
     def append(self, numbers: StepNumbers) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def flush(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def rewind(self, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""

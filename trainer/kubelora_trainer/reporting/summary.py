@@ -1,4 +1,4 @@
-"""The last words of a run, for a person who has never seen one: is it healthy, where is what."""
+"""The closing summary of a run, for first-time users: is it healthy, and where are its files."""
 
 import shlex
 import sys
@@ -11,10 +11,21 @@ from kubelora_trainer.utils.text import duration_text
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a finished run has to show.
+    """Result of a finished run.
 
-    norm_range: least and largest total gradient norm after the first steps.
-    samples: None where none were drawn. edge: of an image to try, in pixels.
+    Attributes:
+        name: The job's name.
+        steps: Optimizer steps done.
+        seconds: Wall time.
+        loss: Last loss.
+        health: Findings and verdict.
+        norm_range: Smallest and largest total gradient norm after the first steps.
+        adapter: Path of the adapter.
+        samples: Directory of sample images; None if there are none.
+        log: Path of the run log.
+        model: Path of the base model.
+        prompt: Prompt of the suggested command.
+        edge: Edge length of the suggested image, in pixels.
     """
 
     name: str
@@ -32,7 +43,7 @@ class RunSummary:
 
 
 def summary_text(summary: RunSummary) -> str:
-    """The summary as plain lines, the next command last."""
+    """Format the summary as plain lines, with the next command last."""
     loss = "" if summary.loss is None else f", last loss {summary.loss:.4f}"
     lines = [
         f"{summary.name}: {summary.steps} steps in {duration_text(summary.seconds)}{loss}",
@@ -45,12 +56,12 @@ def summary_text(summary: RunSummary) -> str:
     if summary.samples is not None:
         lines.append(f"  sample images  {summary.samples}")
     lines.append(f"  metrics log    {summary.log} (one row per step and module)")
-    lines += ["", "Next, draw an image with it:", next_command(summary)]
+    lines += ["", "Next, generate an image with it:", next_command(summary)]
     return "\n".join(lines)
 
 
 def health_text(health: HealthStatus) -> str:
-    """The verdict and, where something was found, each finding's sentence."""
+    """Format the verdict, and each finding's message."""
     meaning = {
         "Healthy": "Healthy: every gradient was finite, none vanished, every update arrived",
         "Unknown": "Unknown: the run was too short to judge",
@@ -64,7 +75,7 @@ def health_text(health: HealthStatus) -> str:
 
 
 def next_command(summary: RunSummary) -> str:
-    """A command that draws one image with the new adapter."""
+    """Build a command that generates one image with the new adapter."""
     return (
         f'  {interpreter()} -c "from diffusers import StableDiffusionXLPipeline as P; '
         f"p = P.from_pretrained('{summary.model}'); "
@@ -75,9 +86,9 @@ def next_command(summary: RunSummary) -> str:
 
 
 def interpreter() -> str:
-    """The Python that has diffusers, as a shell in the current folder finds it.
+    """Return the Python that has diffusers, as a shell in the current directory finds it.
 
-    A plain ``python`` would be another one wherever the virtual environment is not activated.
+    A plain ``python`` would be another one unless the virtual environment is activated.
     """
     python = Path(sys.executable)
     here = Path.cwd()
@@ -85,5 +96,5 @@ def interpreter() -> str:
 
 
 def _quoted(prompt: str) -> str:
-    """Safe inside single quotes inside double quotes of a shell."""
+    """Keep only characters that are safe inside single quotes inside a shell's double quotes."""
     return "".join(c for c in prompt if c.isalnum() or c in " ,.-")

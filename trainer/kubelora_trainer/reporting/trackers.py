@@ -1,7 +1,7 @@
 """TensorBoard, Weights & Biases and MLflow, through accelerate's trackers.
 
-A tracker is a comfort, the run log is the record: whatever fails in one (no network, no login, a
-full disk) is told once, that tracker is left out from then on, and the run goes on.
+Trackers are optional; the run log is the record. If a tracker fails (no network, no login, a full
+disk), the failure is reported once, that tracker is disabled, and the run continues.
 """
 
 import os
@@ -28,28 +28,28 @@ _MLFLOW_ENDS = {
     ExitCode.INTERRUPTED: "KILLED",
     ExitCode.HELD: "KILLED",
 }
-"""What goes on later was not a failure."""
+"""Status by exit code: a run that will resume has not failed."""
 
 
 class Tracker(Protocol):
-    """What is asked of a tracker."""
+    """The interface of a tracker."""
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Keep numbers of an optimizer step."""
+        """Record numbers of an optimizer step."""
 
     def log_images(self, paths: Sequence[Path], step: int) -> None:
-        """Keep sample images, one a prompt."""
+        """Record sample images, one per prompt."""
 
     def finish(self, exit_code: ExitCode) -> None:
-        """Write what is not written yet, and how the attempt ended."""
+        """Flush, and record how the attempt ended."""
 
 
 @dataclass
 class TensorBoard:
-    """Event files in the output folder.
+    """Event files in the output directory.
 
-    A new writer tells its readers to drop the steps from ``purge_step`` on that an earlier one
-    wrote: those that come again after an interruption or a rollback.
+    A new writer with ``purge_step`` makes TensorBoard drop the earlier writer's steps from there
+    on: those that are repeated after an interruption or a rollback.
     """
 
     open_writer: Callable[[int], Any]
@@ -58,7 +58,13 @@ class TensorBoard:
 
     @classmethod
     def open(cls, folder: OutputFolder, project: str, step: int) -> "TensorBoard":
-        """Steps after ``step`` that an earlier attempt wrote are dropped."""
+        """Start writing after ``step``; later steps of an earlier attempt are dropped.
+
+        Args:
+            folder: The output directory.
+            project: Name of the project.
+            step: Step that the run resumes from.
+        """
         place = folder.place(OutputPath.TENSORBOARD)
 
         def open_writer(done: int) -> Any:
@@ -81,16 +87,15 @@ class TensorBoard:
             self.tracker.log_images({f"samples/{number}": pixels}, step=step, dataformats="NHWC")
 
     def finish(self, exit_code: ExitCode) -> None:
-        """See `Tracker`. Event files know no end."""
+        """Close the writer; event files have no final status. See `Tracker`."""
         self.tracker.finish()
 
 
 @dataclass
 class WandB:
-    """A run of Weights & Biases; WANDB_MODE=offline keeps it in the output folder alone.
+    """A run of Weights & Biases; WANDB_MODE=offline keeps it only in the output directory.
 
-    reached: the newest step that it holds; its steps can't be taken back, so one that comes again
-    is left as it is.
+    reached: the newest step it holds. Steps cannot be removed, so repeated ones are ignored.
     """
 
     tracker: Any
@@ -98,7 +103,13 @@ class WandB:
 
     @classmethod
     def open(cls, folder: OutputFolder, project: str, step: int) -> "WandB":
-        """Goes on with the run of the same id. Offline, `wandb sync` puts the parts together."""
+        """Resume the run of the same id. Offline, `wandb sync` joins the parts.
+
+        Args:
+            folder: The output directory.
+            project: Name of the project.
+            step: Step that the run resumes from.
+        """
         tracker = WandBTracker(
             project,
             name=folder.job.metadata.name,
@@ -129,9 +140,9 @@ class WandB:
 
 @dataclass
 class MLflow:
-    """A run of MLflow, at MLFLOW_TRACKING_URI or in the output folder.
+    """A run of MLflow, at MLFLOW_TRACKING_URI or in the output directory.
 
-    reached: the newest step that it holds; a step that comes again is left as it is.
+    reached: the newest step it holds; repeated steps are ignored.
     """
 
     tracker: Any
@@ -139,15 +150,21 @@ class MLflow:
 
     @classmethod
     def open(cls, folder: OutputFolder, project: str, step: int) -> "MLflow":
-        """Goes on with the run of the same id."""
-        # MLflow's own patience, minutes of retries, would be spent inside a training step.
+        """Resume the run of the same id.
+
+        Args:
+            folder: The output directory.
+            project: Name of the project.
+            step: Step that the run resumes from.
+        """
+        # By default MLflow retries for minutes, which would block a training step.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         import mlflow
 
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if not place:
-            # The folder needs no server and no database; this says that it is meant.
+            # MLflow discourages plain directories, but this one needs no server and no database.
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
             place = folder.place(OutputPath.MLFLOW).as_uri()
         mlflow.set_tracking_uri(place)
@@ -189,16 +206,16 @@ _KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": 
 
 
 class TrackerSet:
-    """All trackers of a run, each dropped at its first failure.
+    """All trackers of a run; each is disabled at its first failure.
 
-    warn: is told once for each tracker that fails.
+    warn: called once for each tracker that fails.
     """
 
     def __init__(self, trackers: dict[str, Tracker], warn: Callable[[str], None]) -> None:
         self._trackers, self._warn = trackers, warn
 
     def log(self, numbers: StepNumbers) -> None:
-        """Keep one optimizer step."""
+        """Record one optimizer step."""
         values = {
             "loss": numbers.loss,
             "grad_norm": numbers.grad_norm,
@@ -208,12 +225,12 @@ class TrackerSet:
         self._each(lambda tracker: tracker.log(values, numbers.step))
 
     def log_samples(self, paths: Sequence[Path], step: int) -> None:
-        """Keep the sample images of a step."""
+        """Record the sample images of a step."""
         if paths:
             self._each(lambda tracker: tracker.log_images(paths, step))
 
     def finish(self, exit_code: ExitCode) -> None:
-        """Write what is not written yet and how it ended; nothing is tracked after it."""
+        """Flush all trackers and record how the run ended; nothing is tracked afterwards."""
         self._each(lambda tracker: tracker.finish(exit_code))
         self._trackers = {}
 
@@ -221,23 +238,29 @@ class TrackerSet:
         for name, tracker in list(self._trackers.items()):
             try:
                 do(tracker)
-            except Exception as error:  # whatever a tracker raises, it must not end a run
+            except Exception as error:  # no error of a tracker may end a run
                 del self._trackers[name]
                 self._warn(_sentence(name, error))
 
 
 def build_trackers(folder: OutputFolder, step: int, warn: Callable[[str], None]) -> TrackerSet:
-    """The trackers that ``spec.tracking`` names, those that can be opened. step: resumed from."""
+    """Build the trackers of ``spec.tracking``, without those that fail to start.
+
+    Args:
+        folder: The output directory.
+        step: Step that the run resumes from.
+        warn: Called with each warning.
+    """
     settings = folder.job.spec.tracking
     opened: dict[str, Tracker] = {}
     if settings.trackers:
-        PartialState()  # accelerate's trackers log, and its loggers ask which process this is
+        PartialState()  # accelerate's loggers need it
     for name in settings.trackers:
         try:
             opened[name] = _KINDS[name].open(folder, settings.project, step)
         except ImportError:
             warn(
-                f"tracking: {name} is not installed, so the run goes on without it: "
+                f"tracking: {name} is not installed; continuing without it. To use it: "
                 f"pip install {PACKAGES[name]}"
             )
         except Exception as error:
@@ -246,13 +269,13 @@ def build_trackers(folder: OutputFolder, step: int, warn: Callable[[str], None])
 
 
 def _identity(folder: OutputFolder, step: int) -> str:
-    """The run's name in W&B and MLflow: the same over attempts, another after a new beginning.
+    """Return the run's id in W&B and MLflow: constant over attempts, new after a fresh start.
 
-    The run id alone does not tell a run from the same job, trained anew after its output was
-    cleared away: its steps would be appended to the old run's, or dropped there.
+    The run id alone does not distinguish a run from the same job trained again after its output was
+    deleted: its steps would be appended to the old run, or dropped there.
     """
     if not folder.record.tracking_id:
-        # A run that goes on without one was begun by a version that named it by its run id.
+        # A resumed run without one was started by a version that used the run id.
         fresh = folder.run_id if step else f"{folder.run_id}-{secrets.token_hex(4)}"
         folder.record = folder.record.model_copy(update={"tracking_id": fresh})
         folder.write_manifest("Running")
@@ -260,7 +283,7 @@ def _identity(folder: OutputFolder, step: int) -> str:
 
 
 def _started(tracker: Any) -> Any:
-    # One process alone opens trackers, so accelerate need not find out which one it is.
+    # Only one process opens trackers, so accelerate need not filter by rank.
     tracker.main_process_only = False
     try:
         tracker.start()
@@ -278,4 +301,4 @@ def _opened(path: Path) -> Image.Image:
 
 def _sentence(name: str, error: Exception) -> str:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"tracking: {name} failed and is left out from here on; the run goes on ({reason})"
+    return f"tracking: {name} failed and is now disabled; continuing without it ({reason})"

@@ -1,4 +1,4 @@
-"""Fetches folders from the Hugging Face Hub and from buckets: only what is needed, no pickles."""
+"""Downloads from the Hugging Face Hub and from buckets: only the files needed, and no pickles."""
 
 import hashlib
 import os
@@ -20,13 +20,13 @@ PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
 
 
 def cache_directory() -> Path:
-    """``kubelora`` in the user's cache directory (XDG_CACHE_HOME)."""
+    """Return ``kubelora`` in the user's cache directory (XDG_CACHE_HOME)."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return expand_home(base) / "kubelora"
 
 
 def wanted_files(content: Content, variant: str | None) -> list[str] | None:
-    """Patterns of the files to fetch; None means all but pickles."""
+    """List patterns of the files to download; None means everything except pickles."""
     if content == "dataset":
         return None
     if content == "adapter":
@@ -46,7 +46,7 @@ def wanted_files(content: Content, variant: str | None) -> list[str] | None:
 
 
 def _weight_names(stem: str, variant: str | None) -> tuple[str, ...]:
-    """Names of whole and sharded files; shards put the variant before or after their number."""
+    """List names of single and sharded files; with the variant before or after the number."""
     shard = "-?????-of-?????"
     if variant is None:
         return (
@@ -63,15 +63,24 @@ def _weight_names(stem: str, variant: str | None) -> tuple[str, ...]:
 
 
 def download_hub(place: Place, content: Content, variant: str | None) -> Path:
-    """Folder of a snapshot in the Hub's cache, or what ``place.path`` names in it.
+    """Download a snapshot to the Hub's cache.
 
-    Raises StorageError.
+    Args:
+        place: The parsed hf:// URI.
+        content: What the repository holds, which determines the files.
+        variant: Infix of the weight files.
+
+    Returns:
+        The snapshot's directory, or what ``place.path`` names in it.
+
+    Raises:
+        StorageError: The download failed.
     """
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         raise StorageError(
-            "hf:// places need huggingface_hub: pip install 'kubelora[trainer]'."
+            "hf:// URIs need huggingface_hub: pip install 'kubelora[trainer]'."
         ) from None
     revision = place.revision
     if _is_pickle(place.path):
@@ -87,32 +96,32 @@ def download_hub(place: Place, content: Content, variant: str | None) -> Path:
         )
         return _found(Path(snapshot), place, content)
     except errors.GatedRepoError:
-        problem = "asks for its terms to be accepted: do so on its page and set HF_TOKEN"
+        problem = "requires its terms to be accepted: do so on its page and set HF_TOKEN"
     except errors.RevisionNotFoundError:
         problem = f"has no revision {revision}{_known_revisions(place, content)}"
         if PurePosixPath(revision or "").suffix:
-            problem += " (a file stands before it: hf://org/repo/file@revision)"
+            problem += " (a file goes before the revision: hf://org/repo/file@revision)"
     except errors.RepositoryNotFoundError:
         problem = "does not exist, or is private: correct the name or set HF_TOKEN"
     except errors.LocalEntryNotFoundError:
         problem = (
             "is not in the local cache and the Hub can't be reached: check the network (and "
-            "HF_HUB_OFFLINE), or put the files into a folder or claim and name that"
+            "HF_HUB_OFFLINE), or put the files in a folder or claim and use its URI"
         )
     except errors.HFValidationError as error:
-        problem = f"is no repository name ({error})"
+        problem = f"is not a repository name ({error})"
     except (errors.HfHubHTTPError, OSError) as error:
-        problem = f"can't be fetched ({str(error).splitlines()[0]}): try again"
+        problem = f"can't be downloaded ({str(error).splitlines()[0]}): try again"
     raise StorageError(f"{place.name} {problem}.")
 
 
 def _known_revisions(place: Place, content: Content) -> str:
-    """The branch or tag that was meant, or those that there are."""
+    """Suggest the intended branch or tag, or list the existing ones."""
     from huggingface_hub import HfApi
 
     try:
         refs = HfApi().list_repo_refs(place.root, repo_type=_kind(content))
-    except Exception:  # a comfort: the refusal stands without it
+    except Exception:  # the suggestion is optional
         return ": correct what follows the @"
     return suggestion(place.revision or "", [ref.name for ref in (*refs.branches, *refs.tags)])
 
@@ -126,7 +135,7 @@ def _is_pickle(path: str) -> bool:
 
 
 def _below(path: str, patterns: list[str] | None) -> list[str] | None:
-    """What to fetch of a whole repository, of a folder in it, or of one file."""
+    """List patterns to download of an entire repository, a directory in it, or one file."""
     if not path:
         return patterns
     if PurePosixPath(path).suffix in (".safetensors", ".parquet", ".arrow"):
@@ -135,7 +144,7 @@ def _below(path: str, patterns: list[str] | None) -> list[str] | None:
 
 
 def _found(snapshot: Path, place: Place, content: Content) -> Path:
-    """The file or folder that ``place`` names. Raises StorageError, with what was meant."""
+    """Return the file or directory that ``place`` names. Raises StorageError with a suggestion."""
     if (snapshot / place.path).exists():
         return snapshot / place.path
     from huggingface_hub import HfApi
@@ -144,7 +153,7 @@ def _found(snapshot: Path, place: Place, content: Content) -> Path:
         files = HfApi().list_repo_files(
             place.root, revision=place.revision, repo_type=_kind(content)
         )
-    except Exception:  # what there is instead is a comfort: the Hub may be out of reach by now
+    except Exception:  # the suggestion is optional, and the Hub may be unreachable by now
         files = []
     known = [file for file in files if not _is_pickle(file)]
     folders = {str(parent) for file in known for parent in PurePosixPath(file).parents}
@@ -156,16 +165,22 @@ class FileSystem(Protocol):
     """The part of fsspec's interface that a download needs."""
 
     def find(self, path: str, *, detail: Literal[True]) -> dict[str, dict[str, object]]:
-        """Files below ``path`` with their size and etag."""
+        """List files below ``path`` with their size and etag."""
 
     def get_file(self, rpath: str, lpath: str) -> None:
         """Copy one remote file to a local path."""
 
 
 def download_bucket(uri: str, cache: Path, wanted: Sequence[str] | None = None) -> Path:
-    """Copy of everything below an s3:// prefix, or of the files ``wanted`` there.
+    """Download everything below an s3:// prefix, or only the files ``wanted`` there.
 
-    Raises StorageError.
+    Args:
+        uri: The s3:// URI.
+        cache: Parent of the download.
+        wanted: Names of the files to download; None means all except pickles.
+
+    Raises:
+        StorageError: The download failed.
     """
     import fsspec
 
@@ -179,9 +194,19 @@ def download_bucket(uri: str, cache: Path, wanted: Sequence[str] | None = None) 
 def download_tree(
     system: FileSystem, uri: str, cache: Path, wanted: Sequence[str] | None = None
 ) -> Path:
-    """Copy of the tree below ``uri`` in ``cache``, reused while names, sizes and etags are equal.
+    """Download the tree below ``uri``; an earlier copy is reused if names, sizes and etags match.
 
-    Where ``uri`` names one file, the copy of that file.
+    Args:
+        system: The remote file system.
+        uri: Prefix, or a single file.
+        cache: Parent of the download.
+        wanted: Names of the files to download; None means all except pickles.
+
+    Returns:
+        The local directory, or the local file if ``uri`` names a single file.
+
+    Raises:
+        StorageError: The download failed.
     """
     prefix = uri.partition("://")[2].strip("/")
     try:
@@ -200,14 +225,14 @@ def download_tree(
             _fill(system, listing, folder)
     except _bucket_errors() as error:
         raise StorageError(
-            f"{uri} can't be fetched ({error}): check the name, the credentials and free space."
+            f"{uri} can't be downloaded ({error}): check the name, the credentials and free space."
         ) from error
     alone = [name for name, (remote, _) in listing.items() if remote.strip("/") == prefix]
     return folder / alone[0] if alone else folder
 
 
 def _bucket_errors() -> tuple[type[Exception], ...]:
-    """OSError and ValueError, and what S3's client raises as it is: no credentials, for one."""
+    """List the exceptions of a download; S3's client raises some that are not OSErrors."""
     try:
         from botocore.exceptions import BotoCoreError
     except ImportError:
@@ -216,7 +241,7 @@ def _bucket_errors() -> tuple[type[Exception], ...]:
 
 
 def _relative(name: str, prefix: str) -> str:
-    """Below the prefix; of a file that the prefix itself names, its own name."""
+    """Return the path below the prefix, or the file's own name if the prefix is the file."""
     path = PurePosixPath(name)
     return path.name if name == prefix else str(path.relative_to(prefix))
 

@@ -1,7 +1,7 @@
-"""Whether a run that goes on still has the data and the base model that it began with.
+"""Check that a resumed run still has the data and base model it began with.
 
-Settings are compared when the output is claimed; what they name can change behind the same path. A
-resumed run would then be none that anyone could repeat.
+Settings are compared when the output is claimed, but the content behind a path can change. A
+resumed run would then not be reproducible.
 """
 
 from kubelora_trainer.storage.run_record import RunRecord
@@ -9,15 +9,22 @@ from kubelora_trainer.utils.errors import OutputError
 
 
 def assert_same_inputs(began: RunRecord, now: RunRecord, data: str, model: str) -> None:
-    """Raise OutputError where data or model are not what the run began with.
+    """Check that data and model are those the run began with.
 
-    began, now: only what both know is compared. data, model: where they are, for the sentence.
+    Args:
+        began: Fingerprints at the start of the run; only what both records have is compared.
+        now: Current fingerprints.
+        data: Location of the data, for the message.
+        model: Location of the model, for the message.
+
+    Raises:
+        OutputError: Data or model have changed.
     """
     changed = []
     if _differ(began.dataset_sha256, now.dataset_sha256):
         before, after = began.dataset_images, now.dataset_images
         what = (
-            "as many images, but other bytes, captions, categories or order"
+            "the same number of images, but different bytes, captions, categories or order"
             if before == after
             else f"{before} usable images then, {after} now"
         )
@@ -26,8 +33,8 @@ def assert_same_inputs(began: RunRecord, now: RunRecord, data: str, model: str) 
         changed.append(f"the base model in {model}")
     if changed:
         raise OutputError(
-            f"{' and '.join(changed)} changed since this run began, so it can't go on from its "
-            "checkpoint: put back what was there, or create a new job with another "
+            f"{' and '.join(changed)} changed since this run began, so it can't resume from its "
+            "checkpoint: restore the original, or create a new job with another "
             "spec.output.uri"
         )
 

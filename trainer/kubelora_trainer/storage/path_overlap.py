@@ -1,7 +1,7 @@
-"""Whether what a run reads lies apart from what it writes and clears away.
+"""Check that the inputs of a run do not overlap what it writes or deletes.
 
-A dataset that holds the output would be trained on its own sample images after an interruption; an
-input among what ``output.replaceExisting`` clears away would be gone before it is read.
+A dataset that contains the output would be trained on its own sample images after an interruption,
+and an input inside what ``output.replaceExisting`` deletes would be gone before it is read.
 """
 
 import os
@@ -16,9 +16,17 @@ from kubelora_trainer.utils.errors import OutputError
 
 
 def assert_apart(spec: JobSpec, mounts: Mapping[str, Path], output: Path) -> None:
-    """Raise OutputError where an input and the output folder get into each other's way.
+    """Check that no input overlaps the output directory.
 
-    Only places of this machine and claims can; links are followed.
+    Only local paths and claims can; links are followed.
+
+    Args:
+        spec: The job's spec.
+        mounts: Local directory of each claim.
+        output: The output directory.
+
+    Raises:
+        OutputError: An input overlaps the output.
     """
     out = _real(output)
     for field, uri in inputs_of(spec):
@@ -28,24 +36,24 @@ def assert_apart(spec: JobSpec, mounts: Mapping[str, Path], output: Path) -> Non
         place = _real(local)
         if field.startswith("dataset") and out.is_relative_to(place):
             raise OutputError(
-                f"spec.output.uri {spec.output.uri} lies in spec.{field} {uri}: what the run "
-                "writes there, sample images too, would be taken for data; choose an output.uri "
-                "outside of it"
+                f"spec.output.uri {spec.output.uri} is inside spec.{field} {uri}: what the run "
+                "writes there, including sample images, would be read as data; choose an "
+                "output.uri outside it"
             )
         if field == "health.baseline" and out == place:
             raise OutputError(
-                f"spec.health.baseline {uri} is this run's own output: name an earlier run's"
+                f"spec.health.baseline {uri} is this run's own output: use an earlier run's"
             )
         if spec.output.replace_existing and _top(place, out) in own_names():
             raise OutputError(
-                f"spec.{field} {uri} lies in {output / _top(place, out)}, which "
-                "spec.output.replaceExisting would clear away before it is read: move it, or "
+                f"spec.{field} {uri} is inside {output / _top(place, out)}, which "
+                "spec.output.replaceExisting would delete before it is read: move it, or "
                 "choose another spec.output.uri"
             )
 
 
 def _top(place: Path, out: Path) -> str:
-    """The entry of ``out`` that ``place`` is or lies in; empty for none."""
+    """Return the entry of ``out`` that contains ``place``; empty for none."""
     inside = place.is_relative_to(out) and place != out
     return place.relative_to(out).parts[0] if inside else ""
 

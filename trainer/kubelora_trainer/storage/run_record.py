@@ -1,4 +1,4 @@
-"""What a run learns about itself on its way, kept in its manifest for whoever compares runs."""
+"""Facts that a run records about itself in its manifest, for comparisons between runs."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,9 +17,9 @@ class Difference(BaseModel):
 
 
 class BaselineRecord(BaseModel):
-    """Which run this one is held against, and what differs.
+    """The baseline run, and how it differs from this one.
 
-    not_compared: why gradient norms are not compared; empty where they are.
+    not_compared: why gradient norms are not compared; empty if they are.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -31,10 +31,13 @@ class BaselineRecord(BaseModel):
 
 
 class Rollback(BaseModel):
-    """That a run went back, and what it left out since. Kept in checkpoints and in the manifest.
+    """Record of a rollback, kept in checkpoints and in the manifest.
 
-    found_at: optimizer steps done when the finding was judged. back_to: those of the checkpoint.
-    skipped: micro-steps whose data was left out: from the first one up to, not with, the second.
+    Attributes:
+        finding: The cause.
+        found_at: Optimizer steps done when the finding was evaluated.
+        back_to: Optimizer steps of the checkpoint.
+        skipped: Half-open range of micro-steps whose data was skipped.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -45,7 +48,7 @@ class Rollback(BaseModel):
     skipped: tuple[int, int]
 
     def as_finding(self) -> Finding:
-        """For the run's status, which has forgotten the steps that were taken back."""
+        """Convert to a finding for the run's status, which no longer has the undone steps."""
         first, last = self.skipped[0], self.skipped[1] - 1
         return Finding(
             name=ROLLED_BACK.finding,
@@ -54,8 +57,8 @@ class Rollback(BaseModel):
             value=self.finding.value,
             threshold=self.finding.threshold,
             since_step=self.found_at,
-            message=f"Training went back from step {self.found_at} to the checkpoint of step "
-            f"{self.back_to} because of {self.finding.name}, and left out the data of micro-steps "
+            message=f"Training rolled back from step {self.found_at} to the checkpoint of step "
+            f"{self.back_to} because of {self.finding.name}, and skipped the data of micro-steps "
             f"{first} to {last}. Another critical finding fails the run. {self.finding.message}"[
                 :1024
             ],
@@ -63,11 +66,17 @@ class Rollback(BaseModel):
 
 
 class RunRecord(BaseModel):
-    """total_steps: optimizer steps planned. dataset_sha256: of all images, captions and their use.
+    """Facts about a run.
 
-    dataset_images: how many are used. model_sha256: the base model's fingerprint. baseline: what
-    ``health.baseline`` names. rollback: that the run went back once. pushed: where its artifacts
-    have been copied to. tracking_id: its name in experiment trackers.
+    Attributes:
+        total_steps: Optimizer steps planned.
+        dataset_sha256: Hash of all images, captions and their use.
+        dataset_images: Number of images used.
+        model_sha256: Fingerprint of the base model.
+        baseline: Record of ``health.baseline``.
+        rollback: The rollback, if there was one.
+        pushed: Where the artifacts were uploaded to.
+        tracking_id: The run's name in experiment trackers.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -1,6 +1,7 @@
-"""Opens places: a URI of the job file becomes a folder of this machine.
+"""Resolution of the job's URIs to local paths.
 
-What the operator mounts in a pod, ``--mount`` stands in for on a laptop; the job file is the same.
+In a pod the operator mounts claims; on a laptop ``--mount`` maps them to directories. The job file
+is the same.
 """
 
 import os
@@ -29,14 +30,18 @@ def resolve_input(
     claims: Path = Path(names.CLAIMS_DIRECTORY),
     cache: Path | None = None,
 ) -> Path:
-    """The existing folder or file that ``uri`` names, downloaded where it is remote.
+    """Resolve ``uri`` to an existing file or directory, after downloading it if it is remote.
 
-    mounts: folder of each claim given by ``--mount claim=DIR``; wins over ``claims``.
-    content: what is expected there; of a model or vae only the needed files are fetched.
-    variant: infix of the weight files to fetch, such as fp16.
-    claims: where a pod's claims are mounted.
-    cache: where buckets are downloaded to; None takes the user's cache directory.
-    Raises StorageError when it can't be had.
+    Args:
+        uri: URI from the job file.
+        mounts: Directory of each claim given by ``--mount claim=DIR``; overrides ``claims``.
+        content: Kind of content; of a model or vae only the needed files are downloaded.
+        variant: Infix of the weight files to download, such as fp16.
+        claims: Directory where a pod's claims are mounted.
+        cache: Directory for downloads from buckets; None is the user's cache directory.
+
+    Raises:
+        StorageError: It does not exist or cannot be downloaded.
     """
     place = _parse(uri)
     if place.scheme == "hf":
@@ -51,9 +56,15 @@ def resolve_input(
 def local_path(
     uri: str, mounts: Mapping[str, Path], *, claims: Path = Path(names.CLAIMS_DIRECTORY)
 ) -> Path | None:
-    """The path on this machine, there or not, of a claim's or a local URI; None for remote ones.
+    """Return the local path, existing or not, of a claim's or local URI; None for a remote one.
 
-    Raises StorageError for a claim that is not here.
+    Args:
+        uri: URI from the job file.
+        mounts: Directory of each claim given by ``--mount``.
+        claims: Directory where a pod's claims are mounted.
+
+    Raises:
+        StorageError: The claim is not available here.
     """
     place = _parse(uri)
     if place.scheme == "pvc":
@@ -64,9 +75,15 @@ def local_path(
 def resolve_output(
     uri: str, mounts: Mapping[str, Path], *, claims: Path = Path(names.CLAIMS_DIRECTORY)
 ) -> Path:
-    """The folder for output, made where it was missing, and writable.
+    """Resolve ``uri`` to a writable output directory, and create it if necessary.
 
-    Raises StorageError when it is not a claim or a local path, or can't be written.
+    Args:
+        uri: URI from the job file.
+        mounts: Directory of each claim given by ``--mount``.
+        claims: Directory where a pod's claims are mounted.
+
+    Raises:
+        StorageError: It is neither a claim nor a local path, or is not writable.
     """
     folder = _made(uri, "output", mounts, claims)
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -79,9 +96,15 @@ def resolve_output(
 def resolve_cache(
     uri: str, mounts: Mapping[str, Path], *, claims: Path = Path(names.CLAIMS_DIRECTORY)
 ) -> Path:
-    """The folder of a cache, made where it was missing; one that can only be read is of use too.
+    """Resolve ``uri`` to a cache directory, and create it if necessary; it may be read-only.
 
-    Raises StorageError when it is not a claim or a local path, or can't be made.
+    Args:
+        uri: URI from the job file.
+        mounts: Directory of each claim given by ``--mount``.
+        claims: Directory where a pod's claims are mounted.
+
+    Raises:
+        StorageError: It is neither a claim nor a local path, or cannot be created.
     """
     return _made(uri, "a cache", mounts, claims)
 
@@ -98,7 +121,7 @@ def _made(uri: str, what: str, mounts: Mapping[str, Path], claims: Path) -> Path
         ) from None
     except OSError as error:
         raise StorageError(
-            f"{uri} can't take {what}: {folder} can't be made ({error.strerror})."
+            f"{uri} can't take {what}: {folder} can't be created ({error.strerror})."
         ) from error
     return folder
 
@@ -115,12 +138,12 @@ def _in_claim(place: Place, uri: str, mounts: Mapping[str, Path], claims: Path) 
     if not root.is_dir():
         given = "what --mount names" if place.root in mounts else "where a pod mounts it"
         raise StorageError(
-            f"The claim {place.root} of {uri} is not here: {root}, {given}, is no folder. On this "
-            f"machine, say what stands in for it: --mount {place.root}=DIR."
+            f"The claim {place.root} of {uri} is not here: {root}, {given}, is not a folder. On "
+            f"this machine, map it to a directory: --mount {place.root}=DIR."
         )
     folder = root / place.path
     if ".." in Path(place.path).parts:
-        raise StorageError(f"{uri} leaves its claim: remove '..'.")
+        raise StorageError(f"{uri} points outside its claim: remove '..'.")
     return folder
 
 

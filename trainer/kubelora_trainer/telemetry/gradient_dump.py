@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kubelora_api.gradient_dump_spec import DumpGradients
 from kubelora_api.names import OutputPath
-from kubelora_trainer.data.sampler import ALL_MICRO_STEPS, Share
+from kubelora_trainer.data.sampler import ALL_MICRO_STEPS, RankShare
 from kubelora_trainer.lora.target_modules import matches, require_matches
 from kubelora_trainer.optim.flat_buffers import Slot
 from kubelora_trainer.storage.output_dir import OutputFolder
@@ -63,7 +63,7 @@ class GradientDump:
         compute: torch.dtype,
         warn: Callable[[str], None],
         loss_scale: Tensor | None = None,
-        share: Share = ALL_MICRO_STEPS,
+        share: RankShare = ALL_MICRO_STEPS,
     ) -> None:
         """compute: type of the backward pass. loss_scale: what the loss is multiplied by. share:
         of the micro-steps, and so of the budget.

@@ -133,7 +133,7 @@ class PendingNumbers:
         0, or a few of the type's smallest numbers.
         """
         moved = all(math.isfinite(norm) for norm in found["norm"])
-        drain_reports = moved and self.facts.judge_updates
+        judged = moved and self.facts.judge_updates
         by_group: dict[str, GroupNumbers] = {}
         for index, group in enumerate(self.buffers.groups):
             zeros, nonfinite, underflows = found["counts"][3 * index : 3 * index + 3]
@@ -147,7 +147,7 @@ class PendingNumbers:
                 grad_nonfinite=int(nonfinite),
                 grad_underflow_ratio=underflows / (size - zeros) if size > zeros else 0.0,
                 absorbed_ratio=found["absorbed"][index],
-                update_lost_ratio=found["lost"][index] if drain_reports else math.nan,
+                update_lost_ratio=found["lost"][index] if judged else math.nan,
                 accumulation_error_ratio=found["error"][index],
                 update_rms=found["change"][index],
                 update_scale=_over_rate(found["scale"][index], self.facts.step_size),

@@ -1,1 +1,1 @@
-"""The training run: set-up, loop, publication and lifecycle."""
+"""The training run: setup, loop, publication and lifecycle."""

@@ -1,9 +1,9 @@
-"""torch.compile for the UNet, trusted only after its first gradient agrees with eager's.
+"""torch.compile for the UNet, used only if its first gradient agrees with eager mode.
 
-Compiled backward passes have been seen to give NaN, or gradients off by orders of magnitude,
-without a word. So one micro-step is run both ways before training begins; where they disagree, or
-the compiler fails, the run goes on without compilation and says why. Ranks decide together: sums of
-compiled and eager gradients would differ from either, and slow ranks hold up the others.
+Compiled backward passes have been seen to return NaN, or gradients off by orders of magnitude,
+silently. So one micro-step is run both ways before training starts. If they disagree, or the
+compiler fails, the run continues without compilation and reports why. Ranks decide together: a sum
+of compiled and eager gradients would differ from either, and slow ranks would hold up the others.
 """
 
 import time
@@ -20,25 +20,25 @@ from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.utils.text import ranks_named
 
 TRIAL_FILL = 1e-2
-"""Deviation of what lora_B is filled with for the trial; at 0 it would hide lora_A's gradient."""
+"""Standard deviation of lora_B in the trial; at 0 the gradient of lora_A would vanish."""
 TRIAL_SCALE = 2.0**10
-"""The trial's loss is scaled by this, so that fp16 has numbers for its gradients."""
+"""Loss scale of the trial, so that fp16 can represent its gradients."""
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest |compiled - eager| / |eager| of a group's gradient, by compute type.
 
-Fused kernels round less often than eager ones. bf16 has 8 bits: a gradient that went through some
-hundred roundings to 2^-9 is known to a few per cent; fp16 has 3 bits more. What this guards against
-is wrong by tens of per cent at least.
+Fused kernels round less often than eager ones. bf16 has 8 bits: after about a hundred roundings to
+2^-9, a gradient is accurate to a few per cent; fp16 has 3 more bits. The faults that this catches
+are off by tens of per cent at least.
 """
 
 
 class CompilableObjective(Protocol):
-    """The objective, as far as the trial needs it. forward: what calls the UNet."""
+    """The part of the objective that the trial needs. forward: the callable that runs the UNet."""
 
     forward: Callable[..., Any]
 
     def __call__(self, micro_step: int) -> MicroBatchLoss:
-        """Loss of a micro-step, with a graph."""
+        """Compute the loss of a micro-step, with a graph."""
 
 
 def compile_if_gradients_match(
@@ -50,10 +50,20 @@ def compile_if_gradients_match(
     process_group: ProcessGroup = SINGLE_PROCESS,
     backend: str | Callable[..., object] = "inductor",
 ) -> bool:
-    """Compile the objective's UNet where that gives eager's gradient; whether it does.
+    """Compile the objective's UNet if the gradient matches eager mode on every rank.
 
-    Every rank judges its own; all compile, or none does where one has a reason against it.
-    Weights and gradient buffer are afterwards as they were. backend: of torch.compile.
+    Weights and gradient buffer are restored afterwards.
+
+    Args:
+        objective: The objective, whose ``forward`` is replaced.
+        buffers: Flat buffers of the adapter.
+        say: Called with each message.
+        warn: Called with each warning.
+        process_group: The ranks, which decide together.
+        backend: Backend of torch.compile.
+
+    Returns:
+        True if the UNet is compiled.
     """
     begun, graphs = time.monotonic(), _graphs()
     eager = objective.forward
@@ -69,7 +79,7 @@ def compile_if_gradients_match(
         if _graphs() == graphs:
             problem = "nothing of the UNet could be compiled"
     except Exception as error:  # compilers raise whatever their own dependencies raise
-        cause = getattr(error, "inner_exception", error)  # of which torch's own words tell nothing
+        cause = getattr(error, "inner_exception", error)  # torch's wrapper omits the reason
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         problem = f"the compiler failed ({reason})"
     finally:
@@ -79,21 +89,21 @@ def compile_if_gradients_match(
     problems = process_group.all_gather_object(problem)
     if any(problems):
         objective.forward = eager
-        warn(f"training.compile: {_objection(problems)}; the run goes on without compilation")
+        warn(f"training.compile: {_objection(problems)}; continuing without compilation")
         return False
     seconds = time.monotonic() - begun
     say(
-        f"compile: {_graphs() - graphs} graphs in {seconds:.0f} s; the first compiled gradient is "
-        f"eager's to {off:.1g}"
+        f"compile: {_graphs() - graphs} graphs in {seconds:.0f} s; the first compiled gradient "
+        f"matches eager mode to {off:.1g}"
     )
     return True
 
 
 def _without_gradients(compiled: Callable[..., Any], buffers: AdapterBuffers) -> Callable[..., Any]:
-    """``compiled``, called while no parameter has a gradient.
+    """Call ``compiled`` while no parameter has a gradient.
 
-    The tracer refuses a parameter whose gradient has another type, as a bf16 working copy with an
-    fp32 accumulator does, and would leave every adapter layer uncompiled without a word.
+    The tracer rejects a parameter whose gradient has another type, as a bf16 working copy with an
+    fp32 accumulator does, and would silently leave every adapter layer uncompiled.
     """
 
     def forward(*arguments: Any, **named: Any) -> Any:
@@ -106,9 +116,16 @@ def _without_gradients(compiled: Callable[..., Any], buffers: AdapterBuffers) ->
 def largest_difference(
     buffers: AdapterBuffers, expected: Tensor, found: Tensor
 ) -> tuple[float, str]:
-    """The largest |found - expected| / |expected| over groups, and the group's name.
+    """Find the group with the largest |found - expected| / |expected|.
 
-    Infinite where anything is not finite, or is something where nothing is expected.
+    Args:
+        buffers: Layout of the groups.
+        expected: Flat gradient of eager mode.
+        found: Flat gradient of the compiled model.
+
+    Returns:
+        The ratio and the group's name. The ratio is infinite if anything is not finite, or nonzero
+        where zero is expected.
     """
     worst, where = 0.0, buffers.groups[0].name
     for group in buffers.groups:
@@ -123,7 +140,7 @@ def largest_difference(
 
 
 def _graphs() -> int:
-    """Graphs that this process has compiled; a tracer that gives up raises nothing."""
+    """Count the graphs compiled by this process; a tracer that gives up does not raise."""
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -143,7 +160,7 @@ def _fill_up_projections(buffers: AdapterBuffers) -> None:
 
 
 def _objection(problems: Sequence[str | None]) -> str:
-    """What the first rank with a problem says, and who else has one."""
+    """Describe the first rank's problem, and which ranks have one."""
     objecting = [rank for rank, problem in enumerate(problems) if problem]
     first = problems[objecting[0]] or ""
     if len(problems) == 1:
@@ -153,5 +170,5 @@ def _objection(problems: Sequence[str | None]) -> str:
 
 
 def _too_far(off: float, group: str, limit: float) -> str:
-    how = "is not finite" if off == float("inf") else f"is off by {off:.2g} of its size"
-    return f"the first compiled gradient of {group} {how} (eager's is trusted, limit {limit:g})"
+    how = "is not finite" if off == float("inf") else f"differs from eager mode by {off:.2g}"
+    return f"the first compiled gradient of {group} {how} (relative, limit {limit:g})"

@@ -1,4 +1,4 @@
-"""A run as its parts share it: the job, what surrounds it, and a way to say something."""
+"""Context that the parts of a run share: the job, its environment, and its output to the user."""
 
 import time
 from collections.abc import Mapping
@@ -19,11 +19,15 @@ from kubelora_trainer.utils.signals import StopRequest
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line and the pod's environment say beside the job.
+    """Options from the command line and the pod's environment.
 
-    mounts: folder of each claim that ``--mount`` names. attempt: the operator's count, None
-    locally. resume_command: what to type to go on after an interruption. seat: the place of this
-    process among several ranks.
+    Attributes:
+        mounts: Directory of each claim given by ``--mount``.
+        metrics_port: Port of the metrics server; None is the default.
+        attempt: The operator's attempt number; None outside a cluster.
+        termination_log: File of the pod's termination message.
+        resume_command: Command that resumes an interrupted run.
+        rank_info: This process among the ranks.
     """
 
     mounts: Mapping[str, Path]
@@ -35,14 +39,14 @@ class RunOptions:
 
     @property
     def in_pod(self) -> bool:
-        """Whether an operator counts the attempts."""
+        """True if an operator counts the attempts."""
         return self.attempt is not None
 
 
 class Run:
-    """A run in progress: where it reports to, and what it says.
+    """A run in progress, and its output to the user.
 
-    exported: what is recorded as done already; no later failure takes it back.
+    exported: artifacts already recorded as done, which no later failure undoes.
     """
 
     def __init__(
@@ -58,19 +62,19 @@ class Run:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which alone writes."""
+        """True on rank 0, which alone writes files."""
         return self.options.rank_info.rank == 0
 
     def say(self, sentence: str) -> None:
-        """One line for the person, or the pod's log."""
+        """Print one line for the user or the pod's log."""
         self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, sentence: str) -> None:
-        """A line that must not be missed."""
+        """Print a warning."""
         self.say(f"warning: {sentence}")
 
     def warn_alone(self, sentence: str) -> None:
-        """A warning that other ranks may have no reason for; here not rank 0 alone speaks."""
+        """Print a warning that may concern only this rank, even if it is not rank 0."""
         if self.first:
             self.warn(sentence)
         else:

@@ -1,4 +1,4 @@
-"""What a run does between its steps: begin or resume, checkpoint, roll back, draw samples."""
+"""Callbacks of the training loop: checkpoint, roll back, sample images."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from kubelora_trainer.training.train_state import TrainState
 
 @dataclass(frozen=True)
 class RunHooks:
-    """The run as the training loop calls back into it. Rank 0 alone writes."""
+    """The callbacks of one run. Only rank 0 writes."""
 
     run: Run
     folder: OutputFolder
@@ -35,7 +35,7 @@ class RunHooks:
     flush_log: Callable[[], None]
 
     def checkpoint(self, reached: RunPosition) -> None:
-        """Save everything that the run needs to go on from ``reached``."""
+        """Save everything that the run needs to resume from ``reached``."""
         if not self.run.first:
             return
         spec = self.run.job.spec
@@ -53,25 +53,24 @@ class RunHooks:
         self.run.stop.saved(reached.step)
 
     def roll_back(self, reached: RunPosition, finding: Finding) -> RunPosition:
-        """Go back to the last healthy checkpoint, on all ranks, and record it."""
+        """Roll all ranks back to the last healthy checkpoint, and record it."""
         run, folder, state = self.run, self.folder, self.state
         buffers, parts = state.buffers, state.saved_parts
         earlier: RunPosition | None = None
 
-        def on_first() -> tuple[SavedCheckpoint, Rollback]:
+        def on_rank0() -> tuple[SavedCheckpoint, Rollback]:
             nonlocal earlier
             healthy = last_healthy_step(finding)
             back = roll_back_to(folder, buffers, parts, reached, finding, healthy, run.warn)
             earlier = back.position
             return back.saved, back.rollback
 
-        saved, rollback = run_on_rank0(run.process_group, on_first)
+        saved, rollback = run_on_rank0(run.process_group, on_rank0)
         if earlier is None:
             earlier = position_after_rollback(resume_from(saved, folder, buffers, parts), rollback)
         check_resumed(state.optimizer, earlier.step, state.skipped_steps)
-        run.process_group.all_gather_object(
-            None
-        )  # all have read it, before a new checkpoint takes its place
+        # Barrier: every rank must have read the checkpoint before a new one replaces it.
+        run.process_group.all_gather_object(None)
         moved = steps_that_moved(run.job.spec.training, earlier.step, state.skipped_steps)
         self.reporter.rewind(earlier, moved)
         self.checkpoint(earlier)
@@ -81,7 +80,7 @@ class RunHooks:
         return earlier
 
     def draw_if_due(self, reached: RunPosition) -> None:
-        """Draw sample images where ``validation.everySteps`` says so; the end draws its own."""
+        """Sample images every ``validation.everySteps``, except at the end, which has its own."""
         every = self.run.job.spec.validation.every_steps
         due = every and reached.step % every == 0 and reached.step < self.plan.optimizer_steps
         if due and self.run.first:

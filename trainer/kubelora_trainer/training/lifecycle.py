@@ -1,7 +1,7 @@
-"""The lifecycle of a run: metrics are served at its start, its end is recorded and reported.
+"""Lifecycle of a run: serve metrics at its start, record and report its end.
 
-Every way to end passes through `conclude`, unforeseen ones included; nothing here may hide the
-first error.
+Every way to end passes through `conclude`, including unexpected ones. Nothing here may hide the
+original error.
 """
 
 import hashlib
@@ -20,14 +20,20 @@ from kubelora_trainer.utils.errors import ConfigurationError, OutputError
 
 
 def first_report(folder: OutputFolder) -> RunReport:
-    """What is told before anything is known."""
+    """Build the status report of a run that has just started."""
     return RunReport(run_id=folder.run_id, attempt=folder.attempt, phase="Starting")
 
 
 def serve_metrics(run: Run, folder: OutputFolder, registry: CollectorRegistry) -> Exporter:
-    """Begin to serve metrics; in a pod on the contract's port alone.
+    """Start the metrics server; in a pod only on the documented port.
 
-    Raises ConfigurationError where that port is taken.
+    Args:
+        run: The run.
+        folder: The output directory.
+        registry: Registry of the metrics.
+
+    Raises:
+        ConfigurationError: The port is taken, in a pod.
     """
     options = run.options
     port = options.metrics_port
@@ -44,7 +50,7 @@ def serve_metrics(run: Run, folder: OutputFolder, registry: CollectorRegistry) -
     except OSError as error:
         raise ConfigurationError(
             f"the metrics port {port} can't be opened ({error.strerror}); another process of "
-            "this pod holds it"
+            "this pod uses it"
         ) from error
     if port not in (0, exporter.port):
         run.warn(f"port {port} is taken, so metrics are on port {exporter.port}")
@@ -53,7 +59,14 @@ def serve_metrics(run: Run, folder: OutputFolder, registry: CollectorRegistry) -
 
 
 def conclude(run: Run, code: ExitCode, message: str, artifacts: list[Artifact]) -> None:
-    """Record how the run ended, tell it, and let Prometheus see the last numbers."""
+    """Record and report how the run ended, and let Prometheus scrape the final values.
+
+    Args:
+        run: The run.
+        code: Exit code.
+        message: Message for the user.
+        artifacts: Files of a finished run.
+    """
     manifest_sha256 = _record(run, code, message)
     report = run.exporter.report if run.exporter else None
     final = FinalReport(
@@ -77,28 +90,28 @@ def conclude(run: Run, code: ExitCode, message: str, artifacts: list[Artifact]) 
     if run.options.termination_log is not None:
         _write_termination_message(run, run.options.termination_log, final)
     if run.exporter is not None:
-        _let_prometheus_look(run, run.exporter, code)
+        _wait_for_last_scrape(run, run.exporter, code)
 
 
-def _let_prometheus_look(run: Run, exporter: Exporter, code: ExitCode) -> None:
+def _wait_for_last_scrape(run: Run, exporter: Exporter, code: ExitCode) -> None:
     phases: dict[ExitCode, RunPhase] = {
         ExitCode.DONE: "Done",
         ExitCode.INTERRUPTED: "Stopping",
         ExitCode.HELD: "Stopping",
     }
     exporter.report = exporter.report.model_copy(update={"phase": phases.get(code, "Failed")})
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # other processes may need the memory while this one waits
         torch.cuda.empty_cache()
     if exporter.last_scrape_budget() > 0 and not run.stop.requested:
-        run.say("waiting for Prometheus to scrape the last numbers")
+        run.say("waiting for Prometheus to scrape the final values")
         exporter.wait_for_scrape(lambda: run.stop.requested)
     exporter.close()
 
 
 def _record(run: Run, code: ExitCode, message: str) -> str | None:
-    """The manifest's state for every ending but Done, which is written with its artifacts.
+    """Write the manifest's state, unless it is Done, which was written with the artifacts.
 
-    What is Done stays so, also when a push failed after it.
+    A finished run stays Done, even if its upload failed afterwards.
     """
     if run.folder is None or not run.first:
         return None
@@ -110,7 +123,7 @@ def _record(run: Run, code: ExitCode, message: str) -> str | None:
         return _digest(run.folder.place(OutputPath.MANIFEST))
     try:
         return run.folder.write_manifest(states.get(code, "Failed"), message)
-    except OutputError:  # taken over, or the disk is full: the first sentence counts
+    except OutputError:  # taken over, or the disk is full: report the original error
         return None
 
 

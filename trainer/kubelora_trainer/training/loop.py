@@ -1,6 +1,6 @@
-"""Training, on one page: resume, accumulate, measure, clip, step, report, checkpoint.
+"""The training loop, on one page: resume, accumulate, measure, clip, step, report, checkpoint.
 
-Every part is handed in; what a part does is told in its own file.
+All components are passed in; each is documented in its own module.
 """
 
 from collections.abc import Callable
@@ -32,26 +32,26 @@ from kubelora_trainer.training.step_reporter import Reporter
 from kubelora_trainer.utils.errors import PolicyError, RunEndedError, SuspendedByPolicyError
 
 JUDGED_RATE_SHARE = 0.1
-"""Below this share of the peak rate (warm-up from 0, a cosine's tail) even fp32 rounds updates
-away, as it should; whether weights move is not judged there. At 1e-6 a step of 3e-7 moves a weight
-of 0.1 by 40 units in fp32's last place, a hundredth of it by less than half a unit."""
+"""Below this share of the peak rate (warm-up from 0, a cosine's tail) even fp32 correctly rounds
+updates away, so whether weights move is not checked. At a rate of 1e-6, a step of 3e-7 moves a
+weight of 0.1 by 40 units in the last place of fp32; a hundredth of it by less than half a unit."""
 
 
 class MicroBatchOutput(Protocol):
-    """What the objective gives for one micro-step: losses summed over ``samples`` samples."""
+    """The objective's output for one micro-step: losses summed over ``samples`` samples."""
 
     @property
     def loss_sum(self) -> Tensor:
-        """Scalar fp32 with a graph."""
+        """fp32 scalar with a graph."""
 
     @property
     def samples(self) -> int:
-        """Samples in the sum."""
+        """Number of samples in the sum."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of."""
+    """The components of a run."""
 
     training: Training
     plan: TrainingPlan
@@ -68,7 +68,7 @@ class Parts:
 
     @property
     def sums(self) -> list[Tensor]:
-        """What is summed over a window's samples beside gradient and loss; fp64."""
+        """fp64 sums over a window's samples in addition to gradient and loss."""
         return [self.categories.sums] if self.categories else []
 
 
@@ -82,12 +82,24 @@ def train(
     roll_back: Callable[[RunPosition, Finding], RunPosition],
     after_step: Callable[[RunPosition], None] = lambda position: None,
 ) -> RunPosition:
-    """Train from ``position`` to the last step; returns early on ``stop``: a single rank between
-    micro-steps, several at the window's end, together.
+    """Train from ``position`` to the last step.
 
-    roll_back: restores an earlier position because of a finding. after_step: called after every
-    optimizer step (sample images).
-    Raises NumericalError before a wrong number reaches a weight, and what the health policy wants.
+    Args:
+        parts: The components.
+        position: Where to start.
+        stop: Polled; if it returns True, training returns early: a single rank between micro-steps,
+            several ranks together at the end of the window.
+        checkpoint: Saves a checkpoint.
+        checkpoint_every: Interval of checkpoints in optimizer steps.
+        roll_back: Restores an earlier position because of a finding.
+        after_step: Called after every optimizer step.
+
+    Returns:
+        The position reached.
+
+    Raises:
+        NumericalError: A gradient or weight is wrong; raised before it reaches a weight.
+        RunEndedError: What the health policy demands.
     """
     reached = ReachedModules(parts.buffers)
     while position.step < parts.plan.optimizer_steps:
@@ -117,7 +129,7 @@ def train(
 
 
 def drain_reports(reporter: Reporter) -> RunEndedError | RollbackRequiredError | None:
-    """Report the numbers on their way; what they make due, in this rank's eyes."""
+    """Report pending numbers, and return the error that they demand, as seen by this rank."""
     try:
         reporter.drain()
     except (RunEndedError, RollbackRequiredError) as due:
@@ -132,9 +144,20 @@ def apply_verdict(
     checkpoint: Callable[[RunPosition], None],
     roll_back: Callable[[RunPosition, Finding], RunPosition],
 ) -> RunPosition:
-    """Do, on every rank, what the first rank with something ``due`` says.
+    """Apply the first rank's verdict on every rank.
 
-    Returns ``position`` itself, or an earlier one that training goes on from.
+    Args:
+        parts: The components.
+        due: This rank's verdict, or None.
+        position: The current position.
+        checkpoint: Saves a checkpoint.
+        roll_back: Restores an earlier position.
+
+    Returns:
+        ``position`` itself, or an earlier one to continue from.
+
+    Raises:
+        RunEndedError: The verdict ends the run.
     """
     everyones = parts.process_group.all_gather_object(due)
     verdict = next((one for one in everyones if one is not None), None)
@@ -152,7 +175,17 @@ def apply_verdict(
 def accumulate_window(
     parts: Parts, position: RunPosition, reached: ReachedModules, stop: Callable[[], bool]
 ) -> RunPosition:
-    """Run this rank's micro-steps of the window; gradients sum up in the flat buffer."""
+    """Run this rank's micro-steps of the window; gradients accumulate in the flat buffer.
+
+    Args:
+        parts: The components.
+        position: Where to start.
+        reached: Check that every module receives a gradient.
+        stop: Polled between micro-steps.
+
+    Returns:
+        The position reached, with the window's sums.
+    """
     window = parts.plan.window(position.step)
     own, begun = parts.process_group.share.of(window), position.micro_step > window.start
     loss, samples, done = position.window_loss, position.window_samples, position.micro_step
@@ -177,14 +210,14 @@ def accumulate_window(
 
 
 def take_step(parts: Parts, exchanged: ReducedWindow) -> tuple[PendingNumbers, RunPosition]:
-    """Turn the finished window into one optimizer step, the same on every rank."""
+    """Turn the finished window into one optimizer step, identical on every rank."""
     position, buffers, telemetry = exchanged.position, parts.buffers, parts.telemetry
     rate = learning_rate(parts.training, position.step, parts.plan.optimizer_steps)
     buffers.assert_bound()
     buffers.normalise(position.window_samples)
     if parts.scaler:
         buffers.scale(parts.scaler.inverse)
-    norm = telemetry.measure_gradient()
+    norm = telemetry.measure_gradient()  # before clipping, which would hide its size
     buffers.scale(clip_coefficient(norm, parts.training.max_grad_norm))
     non_finite = (~torch.isfinite(norm)).float()
     with telemetry.update():

@@ -8,20 +8,20 @@ from kubelora_trainer.data.sampler import SampleOrder
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How many steps a run has. The last window of a run by epochs may be shorter."""
+    """Number of steps of a run. If the run is defined by epochs, its last window may be shorter."""
 
     optimizer_steps: int
     micro_steps: int
     accumulation: int
 
     def window(self, optimizer_step: int) -> range:
-        """Micro-steps that an optimizer step (from 0) sums."""
+        """Return the micro-steps that an optimizer step (from 0) accumulates."""
         start = optimizer_step * self.accumulation
         return range(start, min(start + self.accumulation, self.micro_steps))
 
 
 def build_plan(training: Training, order: SampleOrder) -> TrainingPlan:
-    """Steps to run: as told, or as many as ``epochs`` passes over the samples need."""
+    """Compute the number of steps: as set, or enough for ``epochs`` passes over the samples."""
     accumulation = training.gradient_accumulation
     if training.steps is not None:
         return TrainingPlan(training.steps, training.steps * accumulation, accumulation)

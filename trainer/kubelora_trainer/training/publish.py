@@ -1,4 +1,4 @@
-"""The finished adapter: exported, proven to load, drawn with, and pushed where the job says."""
+"""Publication of the finished adapter: export, verification, sample images and upload."""
 
 from collections.abc import Callable, Mapping
 
@@ -29,7 +29,20 @@ def export_adapter(
     weights: Mapping[str, torch.Tensor],
     warn: Callable[[str], None],
 ) -> list[Artifact]:
-    """Write the adapter from ``weights`` (by factor), load it as a user would, and compare."""
+    """Write the adapter, load it as a user would, and compare.
+
+    Args:
+        folder: The output directory.
+        inputs: Model and adapter.
+        weights: Weights to export, by factor.
+        warn: Called with each warning.
+
+    Returns:
+        The files written.
+
+    Raises:
+        NumericalError: A file does not load exactly as it was trained.
+    """
     folder.assert_ours()
     spec, base = folder.job.spec, inputs.base
     layers = trained_layers(inputs.modules, weights)
@@ -38,7 +51,7 @@ def export_adapter(
     if dtype != wanted:
         warn(
             "fp16 is too narrow for this adapter's weights, so its files are in fp32; "
-            "output.dtype bf16 would hold them in half the size"
+            "output.dtype bf16 would store them in half the size"
         )
     title = Title(
         folder.job.metadata.name,
@@ -68,14 +81,21 @@ def export_adapter(
     )
     if not any(check.effect > 0 for check in checks):
         warn(
-            "the adapter changes nothing yet: its updates are smaller than the last digit of "
-            f"{spec.precision.compute}. Train longer, or raise the learning rate"
+            "the adapter changes nothing yet: its updates are below the precision of "
+            f"{spec.precision.compute}. Train longer, or increase the learning rate"
         )
     return [artifact_of(folder, file.path) for file in exported]
 
 
 def draw(run: Run, folder: OutputFolder, inputs: TrainingInputs, step: int) -> None:
-    """Draw the sample images of ``step``, where the job has prompts."""
+    """Sample images of ``step`` if the job has prompts.
+
+    Args:
+        run: The run.
+        folder: The output directory.
+        inputs: The pipeline.
+        step: Optimizer steps done.
+    """
     spec = run.job.spec
     if spec.validation.prompts:
         folder.assert_ours()
@@ -93,10 +113,16 @@ def draw(run: Run, folder: OutputFolder, inputs: TrainingInputs, step: int) -> N
 
 
 def upload_adapter(run: Run, folder: OutputFolder, artifacts: list[Artifact]) -> None:
-    """Copy the finished adapter to where the job says, and note that it is there."""
+    """Upload the finished adapter to ``output.push``, and record it.
+
+    Args:
+        run: The run.
+        folder: The output directory.
+        artifacts: The files of the adapter.
+    """
     run.exported = artifacts
     if uri := run.job.spec.output.push:
         push(folder, uri)
         folder.record = folder.record.model_copy(update={"pushed": uri})
         folder.write_manifest("Done", artifacts=artifacts)
-        run.say(f"pushed: the adapter is at {uri}")
+        run.say(f"uploaded: the adapter is at {uri}")

@@ -1,7 +1,7 @@
-"""What the ranks of a run do as one around training: meet, claim, resume, and compare notes.
+"""Collective steps around training: rendezvous, output claim, resume, and comparison of inputs.
 
-Rank 0 alone writes. What must be the same everywhere is either told by it or compared; a node that
-sees other data or another model would train on it silently.
+Only rank 0 writes. Whatever must be equal on all ranks is either broadcast by rank 0 or compared: a
+node with other data or another model would train on it silently.
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ from kubelora_trainer.utils.stateful import Stateful
 
 
 def join_ranks(run: Run) -> ProcessGroup:
-    """Join all ranks of the run.
+    """Form the process group of all ranks.
 
-    Raises InterruptedRunError, PeerLostError, and ConfigurationError for a lack of GPUs.
+    Raises InterruptedRunError, PeerLostError, and ConfigurationError if there are too few GPUs.
     """
     rank_info, spec = run.options.rank_info, run.job.spec
     if rank_info.size == 1:
@@ -44,14 +44,14 @@ def join_ranks(run: Run) -> ProcessGroup:
         if count < rank_info.ranks_per_node:
             raise ConfigurationError(
                 f"workers.gpusPerNode is {rank_info.ranks_per_node}, but this machine has {count} "
-                "usable GPUs; lower it, or train where there are as many"
+                "usable GPUs; lower it, or train on a machine with more"
             )
         torch.cuda.set_device(rank_info.local_rank)
     return init_process_group_of(rank_info, device, lambda: run.stop.requested)
 
 
 def claim_output_on_all_ranks(run: Run, place: Path) -> OutputFolder | Manifest:
-    """The output folder that rank 0 has claimed for all, or the manifest of a run that is done."""
+    """Claim the output directory on rank 0; return the manifest if the run is already done."""
     return run_on_rank0(
         run.process_group, lambda: claim_output(place, run.job, run.options.attempt, run.warn)
     )
@@ -63,13 +63,20 @@ def resume_on_all_ranks(
     buffers: AdapterBuffers,
     parts: Mapping[str, Stateful],
 ) -> tuple[RunPosition, SavedCheckpoint] | None:
-    """On every rank the checkpoint that rank 0 found good; None where there is none.
+    """Restore, on every rank, the checkpoint that rank 0 found valid; None if there is none.
 
-    Raises ConfigurationError where another rank can't read it.
+    Args:
+        run: The run.
+        folder: The output directory.
+        buffers: Flat buffers of the adapter.
+        parts: Further components by name.
+
+    Raises:
+        ConfigurationError: Another rank cannot read the checkpoint.
     """
     position: RunPosition | None = None
 
-    def of_first() -> SavedCheckpoint | None:
+    def on_rank0() -> SavedCheckpoint | None:
         nonlocal position
         resumed = resume(folder, buffers, parts, run.warn)
         if resumed is None:
@@ -77,14 +84,14 @@ def resume_on_all_ranks(
         position, saved = resumed
         return saved
 
-    saved = run_on_rank0(run.process_group, of_first)
+    saved = run_on_rank0(run.process_group, on_rank0)
     if saved is None:
         return None
     return position or resume_from(saved, folder, buffers, parts), saved
 
 
 def wait_for_rank0_to_end(run: Run, ended: RunEndedError) -> None:
-    """Where all end alike, wait for rank 0, which saves and tells for all.
+    """If all ranks end for the same reason, wait for rank 0, which saves and reports for all.
 
     The launcher gives ranks little time after another one's failure.
     """
@@ -99,23 +106,33 @@ def compare(
     buffers: AdapterBuffers,
     position: RunPosition,
 ) -> None:
-    """Raise ConfigurationError, on every rank, unless all see the same model, data and start."""
+    """Check that all ranks see the same model, data and starting point.
+
+    Args:
+        process_group: The ranks.
+        inputs: This rank's inputs.
+        buffers: This rank's weights.
+        position: This rank's position.
+
+    Raises:
+        ConfigurationError: They differ; raised on every rank.
+    """
     if process_group.share.size == 1:
-        return  # reading the whole model would be for nothing
+        return  # skip reading the entire model
     unet = inputs.base.unet
     own = {
         "the data": inputs.dataset.digest(),
         "the base model": sum(int(checksum(p.detach())) for p in unet.parameters()),
         "the adapter's weights": int(checksum(buffers.masters)),
-        "the step to go on from": (position.step, position.micro_step),
+        "the step to resume from": (position.step, position.micro_step),
     }
     everyone = process_group.all_gather_object(own)
     for rank, theirs in enumerate(everyone):
-        odd = [what for what in own if theirs[what] != everyone[0][what]]
-        if odd:
+        different = [what for what in own if theirs[what] != everyone[0][what]]
+        if different:
             differ = ConfigurationError(
-                f"rank {rank} and rank 0 differ in {' and '.join(odd)}; all nodes must see the "
-                "same files and run the same versions"
+                f"rank {rank} and rank 0 differ in {' and '.join(different)}; all nodes must see "
+                "the same files and run the same versions"
             )
             differ.alike = True
             raise differ

@@ -1,7 +1,7 @@
-"""One run from its job to its last word: claim the output, train, export, report.
+"""A run from start to end: claim the output, train, export, report.
 
-`loop.py` is the training itself; this is what surrounds it, in order, and what makes sure that
-every way to end leaves a manifest, a report and a sentence.
+`loop.py` is the training itself. This module has the steps around it, in order, and makes sure that
+every way to end leaves a manifest, a report and a message.
 """
 
 import time
@@ -25,7 +25,7 @@ from kubelora_trainer.optim.precision import plan_precision
 from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import build_progress
 from kubelora_trainer.reporting.prometheus import Board, Exporter
-from kubelora_trainer.reporting.run_log import NoLog, RunLog, kept_to_the_end
+from kubelora_trainer.reporting.run_log import NoLog, RunLog, flush_on_error
 from kubelora_trainer.reporting.summary import RunSummary, summary_text
 from kubelora_trainer.reporting.trackers import build_trackers
 from kubelora_trainer.storage.input_fingerprints import assert_same_inputs
@@ -61,13 +61,23 @@ from kubelora_trainer.utils.signals import StopRequest
 
 
 def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, console: Console) -> None:
-    """Run ``job`` to its end. Raises RunEndedError after all has been recorded and reported."""
+    """Run ``job`` to its end.
+
+    Args:
+        job: The job.
+        options: Options from the command line and environment.
+        stop: The stop request.
+        console: Where to print.
+
+    Raises:
+        RunEndedError: The run failed or was stopped; raised after it was recorded and reported.
+    """
     run = Run(job, options, stop, console)
     try:
         run.process_group = join_ranks(run)
         message, artifacts = _run(run)
     except SuspendedByPolicyError as held:
-        ended = SuspendedByPolicyError(f"{held}{_how_to_go_on(run)}")
+        ended = SuspendedByPolicyError(f"{held}{_how_to_continue(run)}")
         ended.alike = held.alike
         wait_for_rank0_to_end(run, ended)
         conclude(run, ended.exit_code, str(ended), [])
@@ -77,13 +87,13 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
         conclude(run, ended.exit_code, str(ended), run.exported)
         raise
     except Exception as error:
-        conclude(run, ExitCode.INTERNAL, f"not foreseen: {error!r}", [])
+        conclude(run, ExitCode.INTERNAL, f"unexpected error: {error!r}", [])
         raise
     conclude(run, ExitCode.DONE, message, artifacts)
 
 
 def _run(run: Run) -> tuple[str, list[Artifact]]:
-    """Everything from the output folder to the exported adapter; returns the last sentence."""
+    """Run everything from the output directory to the exported adapter; return a message."""
     place = resolve_output(run.job.spec.output.uri, run.options.mounts)
     assert_apart(run.job.spec, run.options.mounts, place)
     claimed = claim_output_on_all_ranks(run, place)
@@ -107,14 +117,14 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
     exit_code = ExitCode.INTERNAL
     try:
         inputs.objective.fill_cache(
-            lambda: run.stop.requested, log_progress("cache: entries looked at", run.say)
+            lambda: run.stop.requested, log_progress("cache: entries checked", run.say)
         )
-        run.process_group.all_gather_object(None)  # every rank's part of the cache is there
+        run.process_group.all_gather_object(None)  # barrier: every rank's part is cached
         done = _train_and_export(run, claimed, metrics, board, inputs)
         exit_code = ExitCode.DONE
         return done
     except RunEndedError as ended:
-        # What could not be pushed is trained and exported all the same.
+        # After a failed upload the run itself is still done.
         exit_code = ExitCode.DONE if run.exported else ended.exit_code
         raise
     finally:
@@ -124,7 +134,7 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
 
 
 def _already_done(run: Run, place: Path, manifest: Manifest) -> tuple[str, list[Artifact]]:
-    """Nothing is trained; what an earlier attempt could not push is pushed."""
+    """Train nothing, but retry an upload that failed in an earlier attempt."""
     name = run.job.metadata.name
     if not run.first or run.job.spec.output.push in (None, manifest.record.pushed):
         run.say(f"{name}: already done, see {place}; nothing to do")
@@ -162,7 +172,7 @@ def _train_and_export(
     )
     run_log = RunLog(folder, buffers.slots, position.step, run.warn) if run.first else NoLog()
     if run.first:
-        run.tracking = build_trackers(folder, position.step, _told_and_counted(run, metrics))
+        run.tracking = build_trackers(folder, position.step, _tracker_failure(run, metrics))
     with build_progress(run.console, plan.optimizer_steps, position.step) as progress:
         moved = steps_that_moved(spec.training, position.step, state.skipped_steps)
         reporter = Reporter(
@@ -183,9 +193,9 @@ def _train_and_export(
         if resumed_from is not None:
             reporter.checkpointed(resumed_from, folder)
         elif spec.health.policy == "Rollback":
-            session.checkpoint(position)  # what a fault in the first steps can go back to
+            session.checkpoint(position)  # so that a fault in the first steps can be rolled back
         parts = _parts(session)
-        with kept_to_the_end(run_log):
+        with flush_on_error(run_log):
             position = train(
                 parts,
                 run.process_group.adopt(position, buffers, parts.sums),
@@ -199,35 +209,35 @@ def _train_and_export(
             session.checkpoint(position)
     _leave_if_asked(run, position.step, plan.optimizer_steps)
     if isinstance(run_log, NoLog):
-        return _wait_for_first(run, position.step, plan.optimizer_steps), []
+        return _wait_for_rank0(run, position.step, plan.optimizer_steps), []
     reporter.phase("Exporting")
     with buffers.using_weights(state.result):
         artifacts = export_adapter(folder, inputs, buffers.by_factor(state.result), run.warn)
         draw(run, folder, inputs, position.step)
     _leave_if_asked(run, position.step, plan.optimizer_steps)
     log = run_log.finish()
-    if log.exists():  # not where a crash has damaged all of it
+    if log.exists():  # a crash may have damaged all of it
         artifacts.append(artifact_of(folder, log))
     folder.write_manifest("Done", artifacts=artifacts)
     run.say("\n" + summary_text(_summary(session, position.step, exporter.report.loss, log)))
-    with suppress(PeerLostError):  # whoever is gone now is not missed: all is written
+    with suppress(PeerLostError):  # all is written: a rank that is gone no longer matters
         run.process_group.broadcast_object(None)
     upload_adapter(run, folder, artifacts)
     return f"{position.step} steps done; numerical health: {reporter.watch.verdict}", artifacts
 
 
-def _told_and_counted(run: Run, metrics: TrainerMetrics) -> Callable[[str], None]:
-    """What a tracker that fails leads to."""
+def _tracker_failure(run: Run, metrics: TrainerMetrics) -> Callable[[str], None]:
+    """Build the callback for a failed tracker: warn and count it."""
 
-    def left_out(sentence: str) -> None:
+    def on_failure(sentence: str) -> None:
         run.warn(sentence)
         metrics.tracker_failed()
 
-    return left_out
+    return on_failure
 
 
 def _made_of(inputs: TrainingInputs) -> RunRecord:
-    """The inputs, as a run that goes on must find them again."""
+    """Record the inputs, which a resumed run must find unchanged."""
     return RunRecord(
         dataset_sha256=inputs.dataset.digest(),
         dataset_images=len(inputs.dataset),
@@ -236,7 +246,7 @@ def _made_of(inputs: TrainingInputs) -> RunRecord:
 
 
 def _parts(session: RunHooks) -> Parts:
-    """What the training loop is handed."""
+    """Collect the components of the training loop."""
     run, state, objective = session.run, session.state, session.inputs.objective
     return Parts(
         training=run.job.spec.training,
@@ -250,7 +260,7 @@ def _parts(session: RunHooks) -> Parts:
         categories=state.categories,
         scaler=state.scaler,
         process_group=run.process_group,
-        dump=state.open_dump(run, session.folder),
+        dump=state.build_dump(run, session.folder),
     )
 
 
@@ -272,8 +282,8 @@ def _summary(session: RunHooks, step: int, loss: float | None, log: Path) -> Run
     )
 
 
-def _wait_for_first(run: Run, step: int, total: int) -> str:
-    """The others end when rank 0 has exported, so that no pod is done before the run is."""
+def _wait_for_rank0(run: Run, step: int, total: int) -> str:
+    """Wait until rank 0 has exported, so that no pod completes before the run does."""
     try:
         run.process_group.broadcast_object(None)
     except PeerLostError:
@@ -282,24 +292,24 @@ def _wait_for_first(run: Run, step: int, total: int) -> str:
     return f"{step} steps done with rank 0, which exported the adapter"
 
 
-def _how_to_go_on(run: Run) -> str:
-    """After a suspension by the health policy; in a cluster the operator says it."""
+def _how_to_continue(run: Run) -> str:
+    """Explain how to continue after a suspension; in a cluster the operator does."""
     if run.options.in_pod:
         return ""
     again = run.options.resume_command
     return (
-        f". To go on and accept what was found: {again}; to train on whatever is found, add "
+        f". To accept the finding and continue: {again}; to ignore further findings, add "
         "--set spec.health.policy=Warn"
     )
 
 
 def _leave_if_asked(run: Run, step: int, total: int) -> None:
-    """After SIGTERM or Ctrl-C: the checkpoint is saved, so say how to go on."""
+    """End after SIGTERM or Ctrl-C, with advice on how to resume from the checkpoint."""
     if run.stop.requested or step < total:  # the stop may have reached another rank
         how = (
-            "the next attempt goes on from there"
+            "the next attempt resumes from it"
             if run.options.in_pod
-            else f"to go on: {run.options.resume_command}"
+            else f"to resume: {run.options.resume_command}"
         )
         raise InterruptedRunError(
             f"stopped by {run.stop.name} at step {step} of {total}; a checkpoint is saved, {how}"

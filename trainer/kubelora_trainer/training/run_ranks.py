@@ -1,7 +1,7 @@
-"""A run of several ranks, as the command starts it: launch them, and end with one code and report.
+"""A run of several ranks: launch them, and end with one exit code and report.
 
-Each rank writes its final report to a folder of the launcher's; that of the rank which decides
-becomes the pod's termination message.
+Each rank writes its final report to a directory of the launcher; the deciding rank's report becomes
+the pod's termination message.
 """
 
 import time
@@ -30,7 +30,7 @@ from kubelora_trainer.training.context import RunOptions
 from kubelora_trainer.utils.signals import StopRequest
 
 REPORTED_BY_THE_RANK = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.HELD)
-"""Codes of which rank 0's own last words say all."""
+"""Exit codes that rank 0's own message fully explains."""
 
 
 def run_ranks(
@@ -40,7 +40,15 @@ def run_ranks(
     stop: StopRequest,
     tell: Callable[[str], None],
 ) -> int:
-    """Run ``job`` in the ranks of this node; returns its exit code. ``tell`` gets a last word."""
+    """Run ``job`` in the ranks of this node and return its exit code.
+
+    Args:
+        job: The job.
+        options: Options from the command line and environment.
+        layout: Ranks of the run and of this node.
+        stop: The stop request.
+        tell: Called with a final message.
+    """
     with TemporaryDirectory(prefix="kubelora-") as folder:
         reports = Path(folder)
         work = partial(run_rank, job, options, reports)
@@ -49,7 +57,7 @@ def run_ranks(
         if code not in REPORTED_BY_THE_RANK:
             tell(f"error: {sentence}")
         if code == ExitCode.PEER_LOST and layout.nodes > 1:
-            _let_the_cause_go_first(stop)
+            _let_failed_pod_end_first(stop)
         if options.termination_log is not None:
             report = final_report(job, options, reports, end, sentence)
             try:
@@ -62,10 +70,10 @@ def run_ranks(
     return code
 
 
-def _let_the_cause_go_first(stop: StopRequest) -> None:
-    """Wait for the pod that failed to end by itself.
+def _let_failed_pod_end_first(stop: StopRequest) -> None:
+    """Wait for the failed pod to end by itself.
 
-    The first pod to fail has the others deleted, and their last words with them.
+    When the first pod fails, Kubernetes deletes the others with their messages.
     """
     deadline = time.monotonic() + PEER_GRACE_SECONDS + 10
     while not stop.requested and time.monotonic() < deadline:
@@ -75,7 +83,15 @@ def _let_the_cause_go_first(stop: StopRequest) -> None:
 def run_rank(
     job: LoraTrainingJob, options: RunOptions, reports: Path, rank_info: RankInfo, stop: StopRequest
 ) -> None:
-    """One rank's run. Rank 0 alone speaks; each leaves its final report in ``reports``."""
+    """Run one rank. Only rank 0 prints; each rank writes its final report to ``reports``.
+
+    Args:
+        job: The job.
+        options: Options from the command line and environment.
+        reports: Directory of the final reports.
+        rank_info: This rank.
+        stop: The stop request.
+    """
     if rank_info.rank != 0 and rank_info.local_rank == 0:
         print(
             f"rank {rank_info.rank} of {rank_info.size} trains with rank 0, "
@@ -83,7 +99,7 @@ def run_rank(
         )
     from kubelora_trainer.utils.third_party import import_heavy_libraries
 
-    import_heavy_libraries()  # of no use to the launcher
+    import_heavy_libraries()  # here, because the launcher does not need them
     from kubelora_trainer.training.run import run_job
 
     own = replace(options, rank_info=rank_info, termination_log=reports / f"{rank_info.rank}.json")
@@ -93,7 +109,15 @@ def run_rank(
 def final_report(
     job: LoraTrainingJob, options: RunOptions, reports: Path, end: RankExit, sentence: str
 ) -> bytes:
-    """The deciding rank's own report; where it could leave none, one that says how it ended."""
+    """Return the deciding rank's own report, or build one if the rank could not write it.
+
+    Args:
+        job: The job.
+        options: Options from the command line and environment.
+        reports: Directory of the final reports.
+        end: Exit of the deciding rank.
+        sentence: Message of a report that is built here.
+    """
     try:
         return (reports / f"{end.rank}.json").read_bytes()
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""What a run trains on: model, adapter, data and objective, opened from the job's places.
+"""Setup of the training inputs: model, adapter, data and objective, from the job's URIs.
 
-Everything that can be wrong about a job's inputs is found here, before the first step.
+Every problem of a job's inputs is found here, before the first step.
 """
 
 import os
@@ -17,8 +17,8 @@ from kubelora_api.spec import Adapter, JobSpec, Model
 from kubelora_api.types import TextEncoder
 from kubelora_trainer.data.dataset import ImageDataset, build_dataset
 from kubelora_trainer.data.preflight_report import PreflightReport, report_text, write_report
-from kubelora_trainer.data.sources import resolve_extra_sources, resolve_folder
-from kubelora_trainer.data.token_limits import caption_limits
+from kubelora_trainer.data.sources import resolve_dataset_folder, resolve_extra_sources
+from kubelora_trainer.data.token_limits import load_token_limits
 from kubelora_trainer.distributed.topology import SINGLE_RANK, RankInfo
 from kubelora_trainer.lora.adapter import AdapterModule, add_adapter
 from kubelora_trainer.lora.init_from_lora import warm_start
@@ -45,7 +45,7 @@ from kubelora_trainer.utils.errors import InterruptedRunError
 from kubelora_trainer.utils.progress_log import log_progress
 
 DEFAULT_CONFIG = "hf://stabilityai/stable-diffusion-xl-base-1.0"
-"""Lends configurations and tokenizers to single-file models."""
+"""Source of configurations and tokenizers for single-file models."""
 
 
 TEXT_PARTS: tuple[TextEncoder, TextEncoder] = ("text_encoder", "text_encoder_2")
@@ -53,7 +53,7 @@ TEXT_PARTS: tuple[TextEncoder, TextEncoder] = ("text_encoder", "text_encoder_2")
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """The opened inputs of a run."""
+    """The inputs of a run."""
 
     base: BaseModel
     modules: tuple[AdapterModule, ...]
@@ -62,7 +62,7 @@ class TrainingInputs:
 
     @property
     def trained_encoders(self) -> dict[Part, nn.Module]:
-        """Text encoders that have an adapter, by part."""
+        """Adapted text encoders, by part."""
         parts = {module.part for module in self.modules}
         pairs = zip(TEXT_PARTS, self.base.text_encoders, strict=True)
         return {part: encoder for part, encoder in pairs if part in parts}
@@ -74,7 +74,7 @@ class TrainingInputs:
 
 
 def factors_of(modules: Sequence[AdapterModule]) -> list[Factor]:
-    """What is trained of ``modules``."""
+    """List the trainable factors of ``modules``."""
     return [
         Factor(module.full_name, f"{module.group_block}.{name}", parameter)
         for module in modules
@@ -92,12 +92,21 @@ def build_training_inputs(
     rank_info: RankInfo = SINGLE_RANK,
     at_once: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
 ) -> TrainingInputs:
-    """Open dataset (first, it is quick to judge), model and adapter. Rank 0 publishes preflight.
+    """Load dataset (first, because checking it is fast), model and adapter.
 
-    stop: asked between images, so that a long preflight can be ended. at_once: a context, told what
-    goes on, that ends what can't be asked (a download, weights being read). Raises
-    InterruptedRunError then, and ConfigurationError for whatever is missing, damaged or of
-    another kind.
+    Args:
+        spec: The job's spec.
+        mounts: Directory of each claim.
+        output: The output directory, where rank 0 writes the preflight report.
+        say: Called with each message.
+        stop: Polled between images, so that a long preflight can be stopped.
+        rank_info: This rank.
+        at_once: Context in which a signal aborts work that cannot poll (downloads, loading);
+            it is given a description of the work.
+
+    Raises:
+        InterruptedRunError: The run was stopped.
+        ConfigurationError: An input is missing, damaged or of the wrong kind.
     """
     device = choose_device(spec, torch.cuda.is_available())
     with at_once("while the model was fetched"):
@@ -116,20 +125,20 @@ def build_training_inputs(
     def tick(done: int, total: int) -> None:
         if stop():
             raise InterruptedRunError(
-                f"stopped while the data was looked at, {done} of {total} images; nothing is lost, "
-                "the same command begins anew"
+                f"stopped while the data was checked, {done} of {total} images; nothing is lost, "
+                "the same command starts again"
             )
         progress(done, total)
 
     with at_once("while the data was fetched"):
-        folder = resolve_folder(spec.dataset.uri, spec.dataset.columns, mounts)
+        folder = resolve_dataset_folder(spec.dataset.uri, spec.dataset.columns, mounts)
         extra = resolve_extra_sources(spec.dataset, mounts)
     dataset = build_dataset(
         folder,
         spec.dataset,
         extra=extra,
-        limits=caption_limits(model_folder),
-        tick=tick,
+        limits=load_token_limits(model_folder),
+        on_progress=tick,
         publish=publish,
     )
     with at_once("while the model was read"):
@@ -145,7 +154,7 @@ def build_training_inputs(
         modules = add_adapters(base, spec.adapter, spec.training.seed)
         if spec.adapter.from_:
             place = resolve_input(spec.adapter.from_, mounts, content="adapter")
-            say(f"adapter: starts from {warm_start(modules, base.unet, place)}")
+            say(f"adapter: initialised from {warm_start(modules, base.unet, place)}")
     limit_threads(sum(p.numel() for p in base.unet.parameters()), rank_info.ranks_per_node)
     say(
         f"model: {model_folder} on {device}; adapter: {len(modules)} modules, "
@@ -160,7 +169,16 @@ def build_training_inputs(
 
 
 def add_adapters(base: BaseModel, adapter: Adapter, seed: int) -> tuple[AdapterModule, ...]:
-    """Adapters of the text encoders that the job names, and of the UNet; the UNet's first."""
+    """Add adapters to the UNet and to the text encoders that the job names.
+
+    Args:
+        base: The pipeline.
+        adapter: The job's ``spec.adapter``.
+        seed: Seed of the initial weights.
+
+    Returns:
+        The adapted modules, the UNet's first.
+    """
     of_text: list[AdapterModule] = []
     for part, encoder in zip(TEXT_PARTS, base.text_encoders, strict=True):
         if part in adapter.text_encoders:
@@ -170,18 +188,18 @@ def add_adapters(base: BaseModel, adapter: Adapter, seed: int) -> tuple[AdapterM
 
 
 def _model_folder(model: Model, mounts: Mapping[str, Path], say: Callable[[str], None]) -> Path:
-    """The pipeline's folder; a single-file checkpoint is unpacked to one."""
+    """Resolve the pipeline's directory; a single-file checkpoint is converted to one."""
     place = resolve_input(model.uri, mounts, content="model", variant=model.variant)
     file = single_file_of(place)
     if file is None:
         return place
-    check_single_file(file, read_header(file))  # before anything is fetched for it
+    check_single_file(file, read_header(file))  # before downloading configurations for it
     lender = resolve_input(model.config or DEFAULT_CONFIG, mounts, content="configuration")
     return unpack(file, lender, cache_directory(), say)
 
 
 def limit_threads(parameters: int, processes: int = 1) -> None:
-    """Let torch use as many threads as are of use. processes: ranks that share this machine."""
+    """Limit torch to a useful number of threads. processes: ranks that share this machine."""
     cores, quota = max(1, usable_cores() // processes), cpu_quota()
     threads = thread_count(
         parameters, os.environ, cores, None if quota is None else quota / processes

@@ -1,4 +1,4 @@
-"""The start of a run: what it is compared with, resuming, and the start-up checks."""
+"""The start of a run: baseline, resuming, and start-up checks."""
 
 import torch
 
@@ -22,7 +22,17 @@ from kubelora_trainer.utils.errors import StorageError
 def load_baseline_for_run(
     run: Run, folder: OutputFolder, made_of: RunRecord, total_steps: int
 ) -> Baseline | None:
-    """Note what the run is made of, and open its baseline, if it has one, on the first rank."""
+    """Record the run's inputs, and load its baseline on rank 0.
+
+    Args:
+        run: The run.
+        folder: The output directory.
+        made_of: Fingerprints of the inputs.
+        total_steps: Optimizer steps of the run.
+
+    Raises:
+        StorageError: The baseline cannot be read.
+    """
     if not run.first:
         return None
     uri, baseline, digest = run.job.spec.health.baseline, None, made_of.dataset_sha256 or ""
@@ -51,22 +61,32 @@ def load_baseline_for_run(
 def start_or_resume(
     run: Run, folder: OutputFolder, inputs: TrainingInputs, state: TrainState
 ) -> tuple[RunPosition, SavedCheckpoint | None]:
-    """Resume or start afresh; check and print the start-up contract."""
+    """Resume or start from scratch, and run the start-up checks.
+
+    Args:
+        run: The run.
+        folder: The output directory.
+        inputs: Model and adapter.
+        state: Weights and optimizer, which are restored.
+
+    Returns:
+        The position, and the checkpoint it came from.
+    """
     buffers = state.buffers
     resumed = resume_on_all_ranks(run, folder, buffers, state.saved_parts)
-    beside = {"optimizer state": state.optimizer.state_bytes}
+    further = {"optimizer state": state.optimizer.state_bytes}
     if state.average:
-        beside["average"] = 4 * buffers.numel
+        further["average"] = 4 * buffers.numel
     run.say(f"contract: {check_dtypes(buffers, state.optimizer)}")
-    run.say(f"memory of the adapter: {describe_memory(buffers.copy_bytes() | beside)}")
-    doubtful = rate_warning(run.job.spec.training)
-    for sentence in [*lossy_warnings(buffers.plan), *([doubtful] if doubtful else [])]:
+    run.say(f"memory of the adapter: {describe_memory(buffers.copy_bytes() | further)}")
+    rate = rate_warning(run.job.spec.training)
+    for sentence in [*lossy_warnings(buffers.plan), *([rate] if rate else [])]:
         run.warn(sentence)
     if run.job.spec.adapter.dora:
         run.warn(NO_KOHYA_FILE)
     if resumed is None:
         if folder.record.total_steps is not None:  # an earlier attempt came as far as training
-            run.say("no checkpoint of this run is left, so it begins at its first step again")
+            run.say("no checkpoint of this run is left, so it restarts at its first step")
         if not run.job.spec.adapter.from_:
             check_fresh_adapter(buffers, inputs.modules)
             run.say("contract: a fresh adapter, |B·A| = 0")

@@ -1,7 +1,7 @@
-"""Where a step's numbers go: watchdog, metrics, status report, run log, progress.
+"""Distribution of a step's numbers: watchdog, metrics, status report, run log, progress.
 
-One place, so that the loop itself says `report` and nothing else. Numbers arrive one step late
-(the copy from the device is asynchronous); ``drain`` fetches the last.
+It is in one place so that the loop only calls `expect` and `drain`. Numbers arrive one step late,
+because the copy from the device is asynchronous; ``drain`` reads the last.
 """
 
 import time
@@ -33,9 +33,9 @@ from kubelora_trainer.telemetry.worst_modules import worst_modules
 from kubelora_trainer.utils.errors import SuspendedByPolicyError
 
 UNSETTLED_STEPS = 3
-"""First steps left out of the gradient-norm range: lora_B starts at 0."""
+"""First steps excluded from the gradient-norm range, because lora_B starts at 0."""
 PACE_STEPS = 50
-"""Steps whose mean duration the time left is computed from."""
+"""Number of steps whose mean duration predicts the time left."""
 
 
 class Reporter:
@@ -76,7 +76,7 @@ class Reporter:
         self.norm_range = position.norm_range
 
     def expect(self, pending: PendingNumbers) -> None:
-        """Note numbers that are on their way."""
+        """Keep numbers that are still being copied."""
         self._pending = pending
 
     def drain(self) -> None:
@@ -91,7 +91,7 @@ class Reporter:
             self._report(pending.read())
 
     def rewind(self, position: RunPosition, moved: int) -> None:
-        """Go on from an earlier position, where ``moved`` steps have moved something."""
+        """Continue from an earlier position, at which ``moved`` steps have changed weights."""
         self._pending = None
         self._rollback = position.rollback
         self.watch, self.norm_range = position.watch, position.norm_range
@@ -102,15 +102,15 @@ class Reporter:
         )
 
     def position(self, position: RunPosition) -> RunPosition:
-        """``position`` with what the reporter remembers, for a checkpoint."""
+        """Add what the reporter remembers to ``position``, for a checkpoint."""
         return replace(position, watch=self.watch, norm_range=self.norm_range)
 
     def phase(self, phase: RunPhase) -> None:
-        """Tell what the run is busy with."""
+        """Publish the phase of the run."""
         self._exporter.report = self._exporter.report.model_copy(update={"phase": phase})
 
     def checkpointed(self, saved: SavedCheckpoint, folder: OutputFolder) -> None:
-        """Tell of the newest checkpoint: one just written, or the one resumed from."""
+        """Publish the newest checkpoint: just written, or the one resumed from."""
         self._metrics.checkpointed(saved.step, saved.path.stat().st_mtime)
         uri = f"{folder.job.spec.output.uri.rstrip('/')}/{OutputPath.CHECKPOINTS}/{saved.path.name}"
         status = CheckpointStatus(step=saved.step, uri=uri)
@@ -158,7 +158,7 @@ class Reporter:
             raise due
 
     def _timing(self, numbers: StepNumbers) -> tuple[float, float, float]:
-        """Seconds of this step, samples per second and seconds left, at the recent pace."""
+        """Compute this step's seconds, samples per second and seconds left, at the recent pace."""
         before = self._pace[-1][0]
         self._pace.append((self._clock(), numbers.samples))
         elapsed = max(self._pace[-1][0] - self._pace[0][0], 1e-9)
@@ -171,20 +171,20 @@ class Reporter:
 def _widen(seen: tuple[float, float] | None, norm: float, step: int) -> tuple[float, float] | None:
     if norm - norm != 0.0:
         return seen
-    # The first settled step replaces what the unsettled ones left.
+    # The first settled step discards the range of the unsettled ones.
     if seen is None or step == UNSETTLED_STEPS + 1:
         return (norm, norm)
     return (min(seen[0], norm), max(seen[1], norm))
 
 
 def _of_categories(numbers: StepNumbers) -> dict[str, float]:
-    """Losses by category, without those that JSON has no number for."""
+    """Return losses by category, without values that JSON cannot represent."""
     rounded = {n: _finite_or_none(c.loss) for n, c in numbers.category_losses.items()}
     return {name: loss for name, loss in rounded.items() if loss is not None}
 
 
 def significant(value: float) -> float:
-    """``value`` to four significant digits: more are noise, and `kubectl get` prints them all."""
+    """Round to four significant digits: more are noise, and `kubectl get` prints them all."""
     return float(f"{value:.4g}")
 
 

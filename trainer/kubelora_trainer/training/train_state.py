@@ -1,4 +1,4 @@
-"""What learns: the adapter in its buffers, and what a checkpoint holds beside them."""
+"""Train state: the adapter in its buffers, and everything else that a checkpoint saves."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from kubelora_trainer.utils.stateful import Stateful
 
 @dataclass(frozen=True)
 class TrainState:
-    """The adapter and what moves and measures it."""
+    """The adapter, and the components that update and measure it."""
 
     buffers: AdapterBuffers
     optimizer: AdapterOptimizer
@@ -34,7 +34,7 @@ class TrainState:
 
     @property
     def saved_parts(self) -> dict[str, Stateful]:
-        """What a checkpoint holds beside the buffers, by name."""
+        """Components that a checkpoint saves in addition to the buffers, by name."""
         parts: dict[str, Stateful | None] = {
             "optimizer": self.optimizer,
             "categories": self.categories,
@@ -46,16 +46,16 @@ class TrainState:
 
     @property
     def result(self) -> torch.Tensor:
-        """The weights that samples and export show, flat: the average where there is one."""
+        """Weights that samples and export use, flat: the average if there is one."""
         return self.average.weights if self.average else self.buffers.masters
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that the loss scaler left out so far; waits for the device."""
+        """Number of steps skipped by the loss scaler so far; waits for the device."""
         return int(self.scaler.skipped) if self.scaler else 0
 
-    def open_dump(self, run: Run, folder: OutputFolder) -> GradientDump | None:
-        """What writes raw gradients down, where the job asks for some."""
+    def build_dump(self, run: Run, folder: OutputFolder) -> GradientDump | None:
+        """Build the writer of raw gradients, if the job asks for them."""
         wanted = run.job.spec.health.dump_gradients
         if wanted is None:
             return None
@@ -71,7 +71,7 @@ class TrainState:
 
 
 def build_train_state(run: Run, inputs: TrainingInputs) -> TrainState:
-    """Lay the adapter out in its buffers, and open optimizer, average, scaler and telemetry."""
+    """Lay out the adapter in its buffers, and build optimizer, average, scaler and telemetry."""
     training, precision = run.job.spec.training, plan_precision(run.job.spec.precision)
     device = inputs.base.device
     categories = CategoryLosses([s.category for s in inputs.dataset.samples], device)

@@ -1,1 +1,1 @@
-"""Small parts without a domain: files, signals, text, errors."""
+"""General helpers: files, signals, text, errors."""

@@ -1,7 +1,7 @@
-"""Files that are there whole or not at all, and what to say when the disk refuses.
+"""Atomic file writes, and messages for refused writes.
 
-Everything a run leaves behind is written aside, flushed to the disk and renamed, so that a kill or
-a full disk never leaves half a file under a real name.
+Everything a run leaves behind is written under a temporary name, flushed to disk and renamed, so
+that a kill or a full disk never leaves a partial file under its final name.
 """
 
 import errno
@@ -18,11 +18,11 @@ from kubelora_trainer.utils.errors import OutputError
 
 _SENTENCES = {
     errno.ENOSPC: "no space left on the device; free some, or set spec.output.uri to another place",
-    errno.EDQUOT: "the disk quota is used up; free some, or set spec.output.uri to another place",
+    errno.EDQUOT: "disk quota exceeded; free some space, or set spec.output.uri to another place",
     errno.EFBIG: "the file would be larger than this system's file size limit (ulimit -f)",
     errno.EROFS: "the file system is read-only; mount it writable, or set spec.output.uri to "
     "another place",
-    errno.EACCES: "permission denied; let this user write there, or set spec.output.uri to "
+    errno.EACCES: "permission denied; give this user write access, or set spec.output.uri to "
     "another place",
     errno.EEXIST: "a file of that name is in the way; move it away, or set spec.output.uri to "
     "another place",
@@ -34,9 +34,9 @@ _SENTENCES[errno.EPERM] = _SENTENCES[errno.EACCES]
 
 @contextmanager
 def writing_to(place: Path) -> Iterator[None]:
-    """Turn a refused write below ``place`` into a OutputError with a sentence.
+    """Convert a refused write below ``place`` to an OutputError with advice.
 
-    Rust writers (safetensors) tell the system's error number in their message alone.
+    Rust writers (safetensors) report the system's error number only in their message.
     """
     try:
         yield
@@ -54,29 +54,27 @@ def _refused(place: Path, number: int, text: str) -> OutputError:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` so that the old or the new content stands there, never a part.
-
-    Raises OutputError when the disk refuses.
-    """
+    """Write ``data`` to ``path`` atomically. Raises OutputError if the disk refuses."""
     aside = path.with_name(f".{path.name}.part")
     with writing_to(path):
         try:
             write_durably(aside, data)
             aside.replace(path)
             sync_folder(path.parent)
-        except BaseException:  # a signal may end the work here, too
+        except BaseException:  # including a signal's exception
             aside.unlink(missing_ok=True)
             raise
 
 
+# The umask can only be read by setting it, which is safe only before threads start.
 _UMASK = os.umask(0)
 os.umask(_UMASK)
 
 
 def give_usual_rights(path: Path) -> None:
-    """Make a file, or a folder and all in it, as readable as any that this user creates.
+    """Give a file, or a directory and its content, the permissions that the umask allows.
 
-    tempfile and safetensors write for their owner alone; a claim is read by others, too.
+    tempfile and safetensors create files for their owner only, but others read a claim too.
     """
     for one in (path, *path.rglob("*")):
         if not one.is_symlink():
@@ -86,9 +84,9 @@ def give_usual_rights(path: Path) -> None:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill; it becomes ``folder`` once all is on the disk, or is gone.
+    """Provide an empty directory that is renamed to ``folder`` on success and deleted otherwise.
 
-    Another process may be doing the same: the first one's stays. Raises OSError, and what the block
+    Another process may do the same; the first one wins. Raises OSError, and whatever the block
     raises.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +107,7 @@ def filling(folder: Path) -> Iterator[Path]:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write and flush to the disk, without the renaming. Raises OSError."""
+    """Write and flush to disk, without renaming. Raises OSError."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -123,7 +121,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries (a rename) to the disk, where the system can."""
+    """Flush a directory's entries (after a rename) to disk, if the system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""How many CPU threads torch may use.
+"""Number of CPU threads for torch.
 
-torch takes every core of the node, whatever the pod's limit; threads that wait for a share of one
-core make a step many times slower. Small models gain nothing from threads at all.
+torch uses every core of the node regardless of the pod's limit. Threads that compete for a fraction
+of a core make a step many times slower, and small models gain nothing from threads at all.
 """
 
 import os
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SMALL_MODEL_PARAMETERS = 100_000_000
-"""Below this a kernel is too short to be worth waking a second thread."""
+"""In smaller models, kernels are too short to be worth waking a second thread."""
 
 
 def thread_count(
@@ -18,9 +18,16 @@ def thread_count(
     cores: int,
     quota: float | None,
 ) -> int | None:
-    """Threads to use; None leaves the choice to OMP_NUM_THREADS.
+    """Choose the number of threads.
 
-    cores: cores this process may run on. quota: CPUs of the control group's limit, if it has one.
+    Args:
+        parameters: Number of parameters of the model.
+        environment: Environment variables.
+        cores: Cores this process may run on.
+        quota: CPU limit of the control group, if any.
+
+    Returns:
+        The number of threads, or None to respect OMP_NUM_THREADS.
     """
     if environment.get("OMP_NUM_THREADS"):
         return None
@@ -30,15 +37,15 @@ def thread_count(
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Count the cores that this process may run on."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
+    except AttributeError:  # macOS has no sched_getaffinity
         return os.cpu_count() or 1
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs that the control group grants (version 2, then 1); None without a limit."""
+    """Read the CPU limit of the control group (version 2, then 1); None without a limit."""
     unified = _numbers(root / "cpu.max")
     if unified is not None:
         return unified[0] / unified[1] if len(unified) == 2 else None
@@ -51,7 +58,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def _numbers(path: Path) -> list[float] | None:
-    """Numbers in a one-line file, ``max`` left out; None where there is no such file."""
+    """Parse the numbers of a one-line file, without ``max``; None if the file does not exist."""
     try:
         return [float(word) for word in path.read_text().split() if word != "max"]
     except OSError:

@@ -1,7 +1,7 @@
-"""The device of a run, and copies to it that don't make the host wait.
+"""The device of a run, and copies to it that do not block the host.
 
-From ordinary memory such a copy waits until the device has done all that was asked of it before;
-the device then idles until the next operations arrive.
+A copy from pageable memory waits until the device has finished all queued work. The device is then
+idle until the next operations arrive.
 """
 
 import torch
@@ -12,16 +12,16 @@ from kubelora_trainer.utils.errors import ConfigurationError
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``: itself where it is there, else a copy in the order of the work."""
+    """Return the tensor itself if it is on ``device``, else a copy in stream order."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def choose_device(spec: JobSpec, cuda: bool) -> torch.device:
-    """The device that the job asks for. cuda: whether there is a usable one.
+    """Choose the device that the job asks for. cuda: True if a usable GPU exists.
 
-    Raises ConfigurationError rather than train on a CPU where a GPU was meant.
+    Raises ConfigurationError rather than train on a CPU where a GPU was intended.
     """
     wanted = spec.training.device
     if wanted == "cpu" or (wanted == "auto" and not cuda and spec.workers.gpus_per_node == 0):
@@ -33,7 +33,7 @@ def choose_device(spec: JobSpec, cuda: bool) -> torch.device:
             else f"spec.workers.gpusPerNode is {spec.workers.gpus_per_node}"
         )
         raise ConfigurationError(
-            f"no usable CUDA GPU here, but {why}; to train on the CPU, say so with "
+            f"no usable CUDA GPU here, but {why}; to train on the CPU, pass "
             "--set spec.training.device=cpu"
         )
     return torch.device("cuda")

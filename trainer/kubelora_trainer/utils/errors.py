@@ -1,7 +1,7 @@
-"""Every way a run can end badly on purpose, each once, each with its exit code.
+"""Exceptions that end a run, each with its exit code.
 
-The message is the sentence that the person at the terminal, or the job's condition, gets to read:
-what was found, where, and what to do.
+The message is what the user reads in the terminal or in the job's condition: what was found, where,
+and what to do.
 """
 
 from typing import ClassVar
@@ -11,48 +11,48 @@ from kubelora_trainer.utils.text import printable
 
 
 class RunEndedError(Exception):
-    """A run stops with a sentence and an exit code of the contract."""
+    """A run ends with a message and a documented exit code."""
 
     exit_code: ClassVar[ExitCode]
     alike = False
-    """Whether all ranks end with this very sentence; the first of each node then says it alone."""
+    """True if all ranks end with the same message; only each node's first rank then logs it."""
     reported_elsewhere = False
-    """Whether a rank before this one says it, so that it need not be said as often as it is met."""
+    """True if a lower rank logs the same message, so that it is logged only once."""
 
     def __init__(self, sentence: str = "") -> None:
         super().__init__(printable(sentence))
 
 
 class ConfigurationError(RunEndedError):
-    """Job file, model, data or output place are wrong; trying again would not help."""
+    """The job file, model, data or output is wrong; a retry would not help."""
 
     exit_code = ExitCode.CONFIGURATION
 
 
 class ModelError(ConfigurationError):
-    """The base model, its single file or the LoRA to start from is missing, damaged or no SDXL."""
+    """The base model, single file or initial LoRA is missing, damaged or not SDXL."""
 
 
 class DatasetError(ConfigurationError):
-    """Images, captions, metadata or tables of the dataset can't be used."""
+    """Images, captions, metadata or tables of the dataset cannot be used."""
 
 
 class OutputError(ConfigurationError):
-    """The output folder, its manifest or a checkpoint can't be read, written or continued."""
+    """The output directory, its manifest or a checkpoint cannot be read, written or resumed."""
 
 
 class StorageError(ConfigurationError):
-    """A URI, a download or a bucket can't be resolved, fetched or written to."""
+    """A URI, download or bucket cannot be resolved, read or written."""
 
 
 class NumericalError(RunEndedError):
-    """Training would be, or was, numerically wrong."""
+    """Training is numerically wrong, or would be."""
 
     exit_code = ExitCode.NUMERICAL
 
 
 class PolicyError(NumericalError):
-    """A critical finding that ``health.policy`` lets no run go on from; the state was saved."""
+    """A critical finding after which ``health.policy`` ends the run; the state was saved."""
 
 
 class SuspendedByPolicyError(RunEndedError):
@@ -62,24 +62,24 @@ class SuspendedByPolicyError(RunEndedError):
 
 
 class PeerLostError(RunEndedError):
-    """Another rank of the run went away; never the cause, which is in that rank's words."""
+    """Another rank went away. This is never the cause, which is in the other rank's log."""
 
     exit_code = ExitCode.PEER_LOST
 
 
 class PeerTimeoutError(RunEndedError):
-    """Another rank of the run lives on without a word; it can't tell the cause itself."""
+    """Another rank is alive but does not respond, and cannot report the cause itself."""
 
     exit_code = ExitCode.INTERNAL
 
 
 class UploadError(RunEndedError):
-    """The adapter is done, but copying it elsewhere failed in a way that may pass."""
+    """The adapter is finished, but its upload failed in a way that a retry may fix."""
 
     exit_code = ExitCode.INTERNAL
 
 
 class InterruptedRunError(RunEndedError):
-    """Stopped on request, after a checkpoint."""
+    """The run stopped on request, after a checkpoint."""
 
     exit_code = ExitCode.INTERRUPTED

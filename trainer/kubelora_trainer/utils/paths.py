@@ -1,4 +1,4 @@
-"""Paths for people: `~` expanded, near misses named."""
+"""Paths: expansion of `~`, and suggestions for misspelt ones."""
 
 from pathlib import Path
 
@@ -7,31 +7,31 @@ from kubelora_trainer.utils.errors import StorageError
 
 
 def expand_home(path: str) -> Path:
-    """The path with ``~`` written out. Raises StorageError for a user who is not known."""
+    """Expand ``~``. Raises StorageError for an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         home = path.split("/")[0]
         raise StorageError(
-            f"{path}: {home} is no home folder that is known here; write the path in full."
+            f"{path}: {home} is not a known home directory here; write the path in full."
         ) from None
 
 
-_LOOKED_AT = 2000
-"""Entries of a folder of millions are not all read for the sake of a sentence."""
+_MOST_ENTRIES = 2000
+"""Limit for directories with millions of entries: a suggestion is not worth reading them all."""
 
 
 def did_you_mean_path(path: Path) -> str:
-    """``; did you mean 'photos/bottles'?`` for the first part of ``path`` that is not there.
+    """Suggest a correction for the first missing part of ``path``: ``; did you mean 'photos/a'?``.
 
-    Nothing where no entry of its folder is like it, or the folder can't be read.
+    Empty if no sibling is similar, or the directory cannot be read.
     """
     missing = path
     while not missing.parent.exists() and missing.parent != missing:
         missing = missing.parent
     try:
         entries = missing.parent.iterdir()
-        names = [entry.name for entry, _ in zip(entries, range(_LOOKED_AT), strict=False)]
+        names = [entry.name for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)]
     except OSError:
         return ""
     close = nearest(missing.name, (name for name in names if name != missing.name))

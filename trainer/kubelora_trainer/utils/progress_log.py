@@ -1,4 +1,4 @@
-"""Says now and then how far a long piece of work is; short work says nothing."""
+"""Throttled progress messages of slow work; fast work logs nothing."""
 
 import time
 from collections.abc import Callable
@@ -6,12 +6,19 @@ from collections.abc import Callable
 from kubelora_trainer.utils.text import duration_text
 
 PAUSE_SECONDS = 5.0
+"""Interval between messages; work that takes less is not reported."""
 
 
 def log_progress(
     what: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[int, int], None]:
-    """A function to tell (done, of how many): a line every 5 s, with the time left."""
+    """Build a progress callback (done, total) that logs every 5 s, with the time left.
+
+    Args:
+        what: Name of the work.
+        say: Called with each message.
+        clock: Monotonic clock in seconds.
+    """
     begun = last = clock()
 
     def tick(done: int, total: int) -> None:

@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C: asked once, the run stops in order; asked twice by Ctrl-C, at once.
+"""SIGTERM and Ctrl-C: the first stops the run in an orderly way, a second Ctrl-C at once.
 
-While nothing is to be saved (a download, a model being read) there is no good moment to wait for,
-so there the first signal already ends what is going on.
+While there is nothing to save (a download, loading a model) there is no better moment to wait for,
+so the first signal already aborts the current work.
 """
 
 import os
@@ -17,18 +17,18 @@ from kubelora_api.names import ExitCode
 from kubelora_trainer.utils.errors import InterruptedRunError
 
 ENDED_AT_ONCE: Final = 128 + signal.SIGINT
-"""Exit code after a second Ctrl-C, as a shell tells it."""
+"""Exit code after a second Ctrl-C, as in a shell."""
 PATIENCE_SECONDS: Final = 10.0
-"""How long a library may cling to its work after `at_once`, such as a download's threads."""
+"""How long a library may block after a signal in `at_once`, such as a download's threads."""
 _SHOW_CURSOR: Final = b"\x1b[?25h"
 
 
 class _Stopped(KeyboardInterrupt):
-    """Leaves a library's code from within: no `except Exception` on the way may swallow it."""
+    """Unwinds a library's code; a KeyboardInterrupt, so that no `except Exception` swallows it."""
 
 
 class StopRequest:
-    """A flag that signals set. Install it before anything slow is imported."""
+    """A flag that signals set. Install it before any slow import."""
 
     def __init__(self, exit_process: Callable[[int], object] = os._exit) -> None:
         self._exit = exit_process
@@ -37,27 +37,28 @@ class StopRequest:
         self._doing: str | None = None
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT (main thread alone)."""
+        """Install handlers of SIGTERM and SIGINT (only in the main thread)."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def saved(self, step: int) -> None:
-        """Note the newest checkpoint, for the sentence of an end without another one."""
+        """Record the newest checkpoint, for the message after an immediate exit."""
         self._saved_step = step
 
     @contextmanager
     def at_once(self, doing: str) -> Iterator[None]:
-        """A time when nothing is to be saved: a signal ends it wherever it is.
+        """Let a signal abort the block immediately, because there is nothing to save.
 
-        doing: what goes on, for the sentence, such as "while the model was read".
-        Raises InterruptedRunError.
+        doing: the current work, for the message, such as "while the model was read". Raises
+        InterruptedRunError.
         """
         self._doing = doing
         try:
             if self.requested:
                 raise _Stopped
             yield
-            self._doing = None  # here, so that a signal on the way out is no stray exception
+            # Cleared inside the try, so that a signal from here on raises nothing.
+            self._doing = None
         except _Stopped:
             raise InterruptedRunError(self._sentence(doing)) from None
         finally:
@@ -65,7 +66,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether the run is to stop."""
+        """True if the run is to stop."""
         return self._signal is not None
 
     @property
@@ -82,10 +83,10 @@ class StopRequest:
             self._lose_patience(self._sentence(self._doing))
             raise _Stopped
         if number == signal.SIGINT and sys.stderr.isatty():
-            os.write(2, b"\nstopping as soon as a checkpoint is saved; Ctrl-C again ends at once\n")
+            os.write(2, b"\nstopping after the next checkpoint; press Ctrl-C again to stop now\n")
 
     def _lose_patience(self, sentence: str) -> None:
-        """End the process later, should the work not let go of the main thread."""
+        """Exit the process later if the work does not return to the main thread."""
 
         def end() -> None:
             if self._doing is not None:
@@ -96,7 +97,7 @@ class StopRequest:
         timer.start()
 
     def _end_now(self, sentence: str, code: int) -> None:
-        """Leave without any clean-up but the terminal's cursor, which a progress bar hides."""
+        """Exit without cleanup, except for the terminal's cursor, which a progress bar hides."""
         if sys.stdout.isatty():
             os.write(1, _SHOW_CURSOR)
         os.write(2, f"\n{sentence}\n".encode())
@@ -105,26 +106,26 @@ class StopRequest:
     def _sentence(self, doing: str) -> str:
         return (
             f"stopped by {self.name} {doing}; nothing had been trained since the start, so nothing "
-            "is lost: run it again to go on"
+            "is lost: run it again to continue"
         )
 
     def _loss(self) -> str:
         if self._saved_step is None:
             return (
-                "ended at once: no checkpoint was saved since the start, so the same command "
-                "begins where this one did"
+                "stopped at once: no checkpoint was saved since the start, so the same command "
+                "starts where this one did"
             )
         return (
-            f"ended at once: no checkpoint was saved since step {self._saved_step}, from which "
-            "the same command goes on"
+            f"stopped at once: no checkpoint was saved since step {self._saved_step}, from which "
+            "the same command resumes"
         )
 
 
 class RankStopRequest(StopRequest):
-    """The same for a rank, whose launcher passes the request on.
+    """The stop request of a rank, which its launcher forwards.
 
-    A terminal's Ctrl-C reaches rank and launcher alike, so a second one is no reason to end at
-    once; the launcher's death, told by SIGINT too, is.
+    A terminal sends Ctrl-C to ranks and launcher alike, so a second one does not stop a rank at
+    once. The launcher's death, which also arrives as SIGINT, does.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,7 @@ class RankStopRequest(StopRequest):
 
     @contextmanager
     def at_once(self, doing: str) -> Iterator[None]:
-        """Ends nothing: a rank that left alone would keep the others waiting for it."""
+        """Never abort: a rank that left alone would keep the others waiting."""
         yield
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

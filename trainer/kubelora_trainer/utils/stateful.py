@@ -1,8 +1,7 @@
-"""What a checkpoint carries, as its parts offer it.
+"""Interface of the components that a checkpoint saves.
 
-Whatever has state that a resumed run needs (weights, optimizer, averaged weights, loss scaler) is
-a part; the checkpoint itself knows none of them by name. A part that is new to a run needs a name
-in `run.py` and nothing else here.
+Everything with state that a resumed run needs (weights, optimizer, EMA, loss scaler) implements it.
+The checkpoint knows none of them by name; a new component needs only a name in `run.py`.
 """
 
 from collections.abc import Mapping
@@ -14,26 +13,26 @@ from kubelora_api.schema import JsonObject
 
 
 class Stateful(Protocol):
-    """State that is saved and taken over again, to the bit."""
+    """State that is saved and restored bit for bit."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors to save, on any device, none sharing memory with another."""
+        """Return the tensors to save, on any device, none sharing memory with another."""
 
     def scalars(self) -> JsonObject:
-        """Whatever else, as plain JSON; Python writes and reads its floats exactly."""
+        """Return all other state as plain JSON, in which Python writes and reads floats exactly."""
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
-        """Take over what was saved (tensors on the CPU).
+        """Restore saved state (tensors on the CPU).
 
-        Raises ValueError, before anything is changed, where it does not fit.
+        Raises ValueError before changing anything if it does not fit.
         """
 
 
 def check_like(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless both have the same names, types and shapes."""
     if wanted.keys() != found.keys():
-        odd = sorted(wanted.keys() ^ found.keys())[0]
-        raise ValueError(f"{odd} is {'missing' if odd in wanted else 'not known'}")
+        first = sorted(wanted.keys() ^ found.keys())[0]
+        raise ValueError(f"{first} is {'missing' if first in wanted else 'not known'}")
     for name, like in wanted.items():
         tensor = found[name]
         if tensor.dtype != like.dtype or tensor.shape != like.shape:

@@ -1,19 +1,19 @@
-"""Text for people: file names, durations, sizes and lists of ranks."""
+"""Text formatting: file names, durations, sizes and lists of ranks."""
 
 import re
 from collections.abc import Sequence
 
 _NOT_UTF8 = re.compile("[\\udc80-\\udcff]")
-"""What Python makes of such bytes (PEP 383)."""
+"""Surrogates by which Python represents bytes that are not UTF-8 (PEP 383)."""
 
 
 def printable(text: str) -> str:
-    """``text`` with bytes of file names that are not UTF-8 as ``\\xe9``."""
+    r"""Escape bytes of file names that are not UTF-8, such as ``\xe9``."""
     return _NOT_UTF8.sub(lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", text)
 
 
 def ranks_named(ranks: Sequence[int], otherwise: str) -> str:
-    """``rank 1``, ``ranks 1 and 3``, or ``otherwise`` without any."""
+    """Format ``rank 1`` or ``ranks 1 and 3``; return ``otherwise`` if there are none."""
     if not ranks:
         return otherwise
     *most, last = (str(rank) for rank in ranks)
@@ -21,15 +21,15 @@ def ranks_named(ranks: Sequence[int], otherwise: str) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """``1h20m``, ``2m05s`` or ``9s``."""
-    whole = max(0, round(seconds))
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+    """Format a duration as ``1h20m``, ``2m05s`` or ``9s``."""
+    rounded = max(0, round(seconds))
+    if rounded >= 3600:
+        return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
+    return f"{rounded // 60}m{rounded % 60:02d}s" if rounded >= 60 else f"{rounded}s"
 
 
 def bytes_text(count: int) -> str:
-    """``count`` bytes for people, in powers of 1024."""
+    """Format a number of bytes in powers of 1024."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

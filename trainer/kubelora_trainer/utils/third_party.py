@@ -1,9 +1,9 @@
-"""Third-party libraries: imported in the least time, and kept quiet.
+"""Import of third-party libraries: fast, and without their log noise.
 
-Importing torch, transformers and diffusers takes most of a short run. Python's collector is slowed
-down meanwhile: it would walk over a million objects again and again, and few of them are garbage.
-And diffusers, transformers, peft and accelerate import whatever they find of libraries that nothing
-here uses: these add seconds, megabytes and advice.
+Importing torch, transformers and diffusers takes most of the time of a short run. Python's garbage
+collector runs less often meanwhile, because it would traverse a million objects repeatedly and free
+few of them. diffusers, transformers, peft and accelerate also import optional libraries that are
+never used here, which would cost seconds, megabytes and warnings.
 """
 
 import atexit
@@ -18,21 +18,20 @@ FOR_QUANTISED_MODELS = ("bitsandbytes", "torchao")
 
 
 NEVER_USED = (*FOR_QUANTISED_MODELS, "scipy", "boto3", "torchvision")
-"""scipy (53 MiB of memory) is for losses of object detection and for noise schedules that SDXL does
-not train with, boto3 (14 MiB) for jobs on SageMaker, torchvision (10 MiB) for models that look at
-images."""
+"""scipy (53 MiB of memory) serves object-detection losses and noise schedules that SDXL does not
+train with, boto3 (14 MiB) serves SageMaker, and torchvision (10 MiB) serves vision models."""
 
 
 FOR_GPUS = ("triton",)
-"""It compiles kernels for GPUs alone; without one it is 68 MiB for nothing."""
+"""It compiles GPU kernels; without a GPU it wastes 68 MiB."""
 
 
 YOUNG_OBJECTS = 50_000
-"""Objects after which the youngest are looked at once; Python's own number is 700 to 2,000."""
+"""Allocations between collections of the youngest generation; Python's default is 700 to 2,000."""
 
 
 def import_heavy_libraries(module: str = "kubelora_trainer.training.run") -> None:
-    """Import ``module`` and all that it needs; later imports of it cost nothing."""
+    """Import ``module`` and everything it needs; later imports of it are free."""
     with _seldom_collected(), not_found(NEVER_USED), _no_advice():
         import torch
 
@@ -42,12 +41,12 @@ def import_heavy_libraries(module: str = "kubelora_trainer.training.run") -> Non
 
 @contextmanager
 def not_found(packages: Sequence[str]) -> Iterator[None]:
-    """Packages that are not imported yet can't be found; afterwards they can.
+    """Hide packages that are not imported yet for the duration.
 
-    A library that looks for one of them only once, at its own import, does without it for good.
+    A library that looks for one of them only once, at its own import, never uses it.
     """
     hidden = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: it isn't there
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes the import fail
     try:
         yield
     finally:
@@ -57,7 +56,7 @@ def not_found(packages: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _no_advice() -> Iterator[None]:
-    """No line below an error from any library: what is not found would be recommended."""
+    """Suppress log lines below ERROR from all libraries, which recommend what they do not find."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -67,10 +66,10 @@ def _no_advice() -> Iterator[None]:
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """Look at each young object once; what is left is left out of all later collections.
+    """Collect young objects less often, and exempt the survivors from all later collections.
 
-    Without any collection 13 MiB of garbage would stay. At exit all is handed back: triton takes
-    objects that nobody collects for leaks, and says so.
+    Without any collection 13 MiB of garbage would remain. The objects are unfrozen at exit, because
+    triton reports objects that are never collected as leaks.
     """
     usual = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS, 1_000_000, 1_000_000)
@@ -84,8 +83,8 @@ def _seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """No bars and no advice of diffusers and transformers while models load or are written."""
-    # Imported here: this module is read before the heavy imports that it makes fast.
+    """Silence progress bars and warnings of diffusers and transformers while they load or save."""
+    # Imported here, because this module is loaded before the slow imports that it speeds up.
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

@@ -119,7 +119,7 @@ def test_two_ranks_go_back_together_and_train_what_one_trains(tmp_path: Path) ->
     assert ranks[0]["masters"] == pytest.approx(alone["masters"], rel=0, abs=2e-7)
     assert ranks[0]["position"] == ranks[1]["position"] == [6, 18]
     assert ranks[0]["findings"] == {"RolledBack": 4}
-    assert "left out the data of micro-steps 9 to 14" in ranks[0]["messages"][0]
+    assert "skipped the data of micro-steps 9 to 14" in ranks[0]["messages"][0]
     assert "It came from the micro-batches of rank 1" in ranks[0]["messages"][0]
     assert len(ranks[0]["warnings"]) == 1
 
@@ -145,7 +145,7 @@ def test_without_a_checkpoint_to_go_back_to_both_ranks_fail_alike(tmp_path: Path
     ends, _ = run_gang(2, work, tmp_path / "b")
     assert codes(ends) == {0: 3, 1: 3}
     for rank in (0, 1):
-        assert "no checkpoint from before step 4 is left" in said(tmp_path / "b", rank)
+        assert "there is no checkpoint from before step 4" in said(tmp_path / "b", rank)
         assert in_agreement(tmp_path / "b", rank)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kubelora_trainer.checkpoint.state import RunPosition
-from kubelora_trainer.data.sampler import SampleOrder, Share
+from kubelora_trainer.data.sampler import RankShare, SampleOrder
 from kubelora_trainer.distributed.launcher import deciding_exit, exit_code_of, launch
 from kubelora_trainer.distributed.process_group import DistributedGroup, ProcessGroup, ReducedWindow
 from kubelora_trainer.distributed.reduce_payload import ControlFlags, checksum
@@ -32,7 +32,7 @@ def seen_by(size: int, steps: range, accumulation: int) -> list[list[int]]:
     """Micro-steps of each rank, in its order, over some optimizer steps."""
     plan = TrainingPlan(steps.stop, steps.stop * accumulation, accumulation)
     return [
-        [m for step in steps for m in Share(rank, size).of(plan.window(step))]
+        [m for step in steps for m in RankShare(rank, size).of(plan.window(step))]
         for rank in range(size)
     ]
 
@@ -50,7 +50,7 @@ def test_ranks_share_each_window_and_together_see_every_micro_step_once(
 def test_a_rank_reads_ahead_what_it_does_next() -> None:
     for size in (1, 2, 3):
         for rank, share in enumerate(seen_by(size, range(4), 5)):
-            following = [Share(rank, size).after(m, 5) for m in share]
+            following = [RankShare(rank, size).after(m, 5) for m in share]
             assert following[:-1] == share[1:]
 
 
@@ -169,7 +169,7 @@ def test_any_sequence_of_ranks_sees_the_one_order_of_data_in_the_one_size_of_bat
     seen: list[int] = []
     for number, size in enumerate(sizes):
         last = number == len(sizes) - 1
-        stop = None if last else len(Share(0, size).of(range(8)))
+        stop = None if last else len(RankShare(0, size).of(range(8)))
         work = train_engine(tmp_path / "n", stop_after=stop, **settings)
         ends, ranks = run_gang(size, work, tmp_path / f"leg{number}")
         assert [end.code for end in ends] == [0] * size

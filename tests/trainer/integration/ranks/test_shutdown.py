@@ -50,7 +50,7 @@ def test_a_rollback_of_two_ranks_trains_what_one_rank_trains(
     told = capfd.readouterr()
     assert done.exit_code == 0, told.err + done.output
     assert (
-        told.out.count("warning: Training went back from step 4 to the checkpoint of step 3") == 1
+        told.out.count("warning: Training rolled back from step 4 to the checkpoint of step 3") == 1
     )
     assert far(adapter(one), adapter(two)) < 1e-6
     record: Any = manifest(two)["record"]
