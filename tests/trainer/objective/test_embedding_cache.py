@@ -208,7 +208,7 @@ def test_a_disk_that_refuses_is_told_once_and_the_run_goes_on(
     with _files_no_larger_than(1000):
         _fill(base, data, tmp_path / "cache", said)
     assert len(said) == 1
-    assert "takes no more: File too large; free some space" in said[0]
+    assert "can't be written: File too large; free some space" in said[0]
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 

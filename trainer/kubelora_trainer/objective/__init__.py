@@ -1,1 +1,1 @@
-"""The SDXL training loss and what it reads: latents, text embeddings and noise."""
+"""The SDXL training loss and its inputs: latents, text embeddings and noise."""

@@ -1,4 +1,4 @@
-"""Latents of a micro-step's images: read ahead, encoded by the VAE, kept where that is right."""
+"""Latents of a micro-step's images: prefetched, encoded by the VAE, and cached where valid."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,16 +16,18 @@ from kubelora_trainer.objective.latent_check import LatentSpread
 from kubelora_trainer.utils.device import to_device
 
 KEPT_LATENTS = 1024
+"""Limit of latents in host memory, about 0.5 MB each at 1024 x 1024."""
 _Read = TrainingImage | Latent
-"""Pixels still to be encoded, or what was kept of them."""
+"""Pixels to be encoded, or a cached latent."""
 
 
 @dataclass(frozen=True)
 class Latents:
     """Latents of a micro-batch.
 
-    values: fp32 (n, channels, h, w). masks: fp32 (n, 1, h, w), each element's share of the loss;
-    None where all of every image counts.
+    Attributes:
+        values: fp32 (n, channels, h, w).
+        masks: fp32 (n, 1, h, w), the weight of each element in the loss; None if all count.
     """
 
     values: torch.Tensor
@@ -33,7 +35,7 @@ class Latents:
 
 
 class LatentSource:
-    """Latents of any micro-step, a pure function of it."""
+    """A source of the latents of any micro-step, as a pure function of it."""
 
     def __init__(
         self,
@@ -52,11 +54,11 @@ class LatentSource:
         self._ahead: tuple[int, Future[list[_Read]]] | None = None
 
     def close(self) -> None:
-        """End the reading thread."""
+        """Stop the reader thread."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def of(self, micro_step: int, draws: Sequence[SampleDraw]) -> Latents:
-        """One draw each from the VAE's posterior, scaled, with its mask.
+        """Draw from the VAE's posterior for each sample; returns scaled latents with masks.
 
         draws: those of ``micro_step``, which all have one training size.
         """
@@ -66,11 +68,11 @@ class LatentSource:
         return Latents(torch.stack(values), _stacked_masks(kept, self._base.device))
 
     def sizes(self, draws: Sequence[SampleDraw]) -> list[SizeConditions]:
-        """What the model is told of each draw's sizes."""
+        """Return the size conditioning of each draw."""
         return [self._dataset.view(draw).sizes for draw in draws]
 
     def ensure_cached(self, view: View) -> None:
-        """Put the view's moments on disk where they are missing and may be kept."""
+        """Encode the view and store its moments, unless they are stored or must not be."""
         cache = self._cache_for(view)
         if cache is not None and cache.get(view) is None:
             cache.put(view, self._encoded(self._dataset.image(view)))
@@ -79,7 +81,7 @@ class LatentSource:
         return self._cache if self._dataset.has_fixed_crop(view.sample) else None
 
     def _images(self, micro_step: int) -> list[_Read]:
-        """What was read for this micro-step; those that follow are read meanwhile."""
+        """Return the images of this micro-step, and start to read the next ones."""
         ahead, self._ahead = self._ahead, None
         images = ahead[1].result() if ahead and ahead[0] == micro_step else self._read(micro_step)
         following = self._after(micro_step)
@@ -91,7 +93,7 @@ class LatentSource:
         return [self._read_view(view) for view in views]
 
     def _read_view(self, view: View) -> _Read:
-        """The latent where it is kept, in memory or on disk; else the pixels."""
+        """Return the latent if it is cached in memory or on disk, else the pixels."""
         kept = self._kept.get(_key(view))
         cache = self._cache_for(view)
         if kept is None and cache is not None:
@@ -99,8 +101,9 @@ class LatentSource:
         return self._dataset.image(view) if kept is None else kept
 
     def _drawn(self, draw: SampleDraw, latent: Latent) -> torch.Tensor:
-        """A draw from the posterior, scaled; fp32 (channels, h, w)."""
+        """Draw from the posterior and scale; returns fp32 (channels, h, w)."""
         mean, log_variance = to_device(latent.moments, self._base.device).chunk(2)
+        # The clamp is that of diffusers' DiagonalGaussianDistribution.
         spread = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
         noise = to_device(normal(draw.posterior_seed, mean.shape), mean.device)
         return normalise_latents(mean + spread * noise, self._base)
@@ -126,7 +129,7 @@ class LatentSource:
 
 
 def _stacked_masks(latents: Sequence[Latent], device: torch.device) -> torch.Tensor | None:
-    """Masks of a micro-batch; an image without one counts everywhere."""
+    """Stack the masks of a micro-batch; an image without one counts everywhere."""
     if all(latent.mask is None for latent in latents):
         return None
     masks = [
@@ -143,14 +146,14 @@ def _key(view: View) -> View:
 
 @torch.no_grad()
 def encode(base: BaseModel, image: TrainingImage) -> torch.Tensor:
-    """Mean and log variance of one image's latent, one above the other: (2 channels, h, w)."""
+    """Encode one image; returns mean and log variance, concatenated: (2 channels, h, w)."""
     pixels = to_device(image.pixels, base.device)[None]
     moments: torch.Tensor = base.vae.encode(pixels).latent_dist.parameters[0]
     return moments
 
 
 def normalise_latents(latents: torch.Tensor, base: BaseModel) -> torch.Tensor:
-    """Latents at the scale that the UNet was trained on; some VAEs give mean and deviation too."""
+    """Scale latents to what the UNet was trained on; some VAEs define mean and deviation too."""
     config = base.vae.config
     mean, deviation = config.get("latents_mean"), config.get("latents_std")
     if mean is not None and deviation is not None:
@@ -163,5 +166,5 @@ def normalise_latents(latents: torch.Tensor, base: BaseModel) -> torch.Tensor:
 
 
 def normal(seed: int, shape: torch.Size) -> torch.Tensor:
-    """Standard normal numbers, drawn on the CPU: the same on every device."""
+    """Draw standard normal numbers on the CPU, so that they are equal on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -1,9 +1,9 @@
-"""Dropout of the adapter's inputs, with masks that a resumed run draws again.
+"""Dropout of the adapter's inputs, with masks that a resumed run reproduces.
 
-Masks come from torch's generator, which is seeded anew before every forward pass from the draws of
-its samples: they are a function of (seed, micro-step, samples) alone, whatever was drawn before and
-however samples are spread over processes. Recomputed activations see the same masks, for
-checkpointing puts the generator back.
+Masks come from torch's generator, which is reseeded before every forward pass from the draws of its
+samples. They are a function of (seed, micro-step, samples) alone, independent of earlier draws and
+of how samples are distributed over processes. Recomputed activations see the same masks, because
+activation checkpointing restores the generator.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from kubelora_trainer.data.sampler import SampleDraw
 
 
 class AdapterDropout:
-    """Switches the dropout of adapted layers on, for one training pass at a time.
+    """Dropout of adapted layers, enabled for one training pass at a time.
 
-    The whole adapted layer is put in training mode: peft's DoRA asks the layer, not its dropout.
-
-    ``eval()`` on the model switches them off again; sample images and comparisons call it.
+    The entire adapted layer is set to training mode, because peft's DoRA checks the mode of the
+    layer, not of its dropout. ``eval()`` on the model disables it again; sample images and
+    comparisons call it.
     """
 
     def __init__(self, *models: nn.Module) -> None:
@@ -34,16 +34,16 @@ class AdapterDropout:
         ]
 
     def arm(self, draws: Sequence[SampleDraw]) -> None:
-        """Make ready for the forward pass over ``draws``. Does nothing without dropout."""
+        """Prepare for the forward pass over ``draws``. Does nothing without dropout."""
         if not self._layers:
             return
         for layer in self._layers:
-            layer.train()  # a linear layer or convolution below it knows no modes
+            layer.train()  # the linear layer or convolution below ignores the mode
         torch.manual_seed(mask_seed(draws))
 
 
 def mask_seed(draws: Sequence[SampleDraw]) -> int:
-    """Seed of a micro-batch's masks, from its samples' own noise seeds."""
+    """Derive the seed of a micro-batch's masks from the noise seeds of its samples."""
     text = " ".join(str(draw.noise_seed) for draw in draws)
     digest = hashlib.sha256(f"dropout {text}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

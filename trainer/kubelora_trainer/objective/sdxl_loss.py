@@ -1,10 +1,10 @@
-"""The training objective of SDXL: what one micro-batch asks of the UNet, and how far off it is.
+"""The SDXL training objective: UNet inputs and loss of one micro-batch.
 
     x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) e,   loss = mean (UNet(x_t, t, text, sizes) - e)^2
 
-(Ho et al. 2020, eq. 14; micro-conditioning on sizes: Podell et al. 2023, sec. 2.2.) How much each
-sample and each part of it counts is told in `loss_weights.py`. No autocast:
-the UNet is in its compute dtype already; latents, time ids, noise and the loss are fp32.
+(Ho et al. 2020, eq. 14; micro-conditioning on sizes: Podell et al. 2023, sec. 2.2.)
+`loss_weighting.py` has the weights of samples and pixels. There is no autocast: the UNet already is
+in its compute dtype, while latents, time ids, noise and the loss are fp32.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,11 @@ from kubelora_trainer.utils.errors import InterruptedRunError
 class MicroBatchLoss:
     """Loss of one micro-batch.
 
-    loss_sum: fp32 scalar, the SUM over samples of each one's mean squared error times its weight;
-    its gradient is what a window adds up before it is divided by the samples seen.
-    losses: fp32 (n), the same of each sample, without a graph.
+    Attributes:
+        loss_sum: fp32 scalar, the SUM over samples of each one's weighted mean squared error. A
+            window accumulates its gradient, and then divides by the number of samples seen.
+        samples: Number of samples.
+        losses: fp32 (n), the same per sample, without a graph.
     """
 
     loss_sum: torch.Tensor
@@ -47,11 +49,17 @@ class MicroBatchLoss:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs of the UNet and what it should answer, first dimension the samples.
+    """Inputs and target of the UNet; the first dimension is the samples.
 
-    noisy, target: fp32 (n, 4, h, w). timesteps: int64 (n). text: (n, 77, channels).
-    pooled: (n, channels). time_ids: fp32 (n, 6). weights: fp32 (n), of each sample's loss.
-    masks: fp32 (n, 1, h, w), of each element's share in it; None where all count.
+    Attributes:
+        noisy: fp32 (n, 4, h, w).
+        target: fp32 (n, 4, h, w).
+        timesteps: int64 (n).
+        text: (n, 77, channels).
+        pooled: (n, channels).
+        time_ids: fp32 (n, 6).
+        weights: fp32 (n), the weight of each sample's loss.
+        masks: fp32 (n, 1, h, w), the weight of each element in it; None if all count.
     """
 
     noisy: torch.Tensor
@@ -65,9 +73,9 @@ class MicroBatch:
 
 
 class SdxlObjective:
-    """Loss of any micro-step, a pure function of the micro-step and of the adapter's weights.
+    """The loss of any micro-step, as a pure function of the micro-step and the adapter's weights.
 
-    forward: what calls the UNet: the module itself, or what a compiler made of it.
+    forward: the callable that runs the UNet: the module itself, or its compiled version.
     """
 
     def __init__(
@@ -97,7 +105,7 @@ class SdxlObjective:
             base.unet.enable_gradient_checkpointing()
 
     def __call__(self, micro_step: int) -> MicroBatchLoss:
-        """Forward pass of a micro-step (from 0). Call ``backward()`` on its ``loss_sum``."""
+        """Run the forward pass of a micro-step (from 0); call ``backward()`` on its ``loss_sum``."""
         self._dropout.arm(self.order.samples_of(micro_step))
         batch = self.batch(micro_step)
         dtype = self._base.unet.conv_in.weight.dtype
@@ -113,17 +121,17 @@ class SdxlObjective:
         return MicroBatchLoss(losses.sum(), len(losses), losses.detach())
 
     def findings(self, step: int) -> tuple[Finding, ...]:
-        """What is wrong with the data, as known in ``step``."""
+        """Report what is wrong with the data, as known in ``step``."""
         return (*self._latents.spread.findings(step), *self._draws.findings(step))
 
     def close(self) -> None:
-        """End the reading thread."""
+        """Stop the reader thread."""
         self._latents.close()
 
     def fill_cache(self, stop: Callable[[], bool], tick: Callable[[int, int], None]) -> None:
-        """Compute this rank's part of what the cache may hold; tick is told (done, of how many).
+        """Compute this rank's share of the cache; tick gets (done, total).
 
-        Raises InterruptedRunError on ``stop``; what was computed until then stays.
+        Raises InterruptedRunError if ``stop`` returns True; entries computed until then are kept.
         """
         work: list[Callable[[], object]] = []
         if self._cache.text:
@@ -137,17 +145,17 @@ class SdxlObjective:
             if stop():
                 raise InterruptedRunError(
                     f"stopped while the cache was filled: {done} of {len(work)} entries are kept; "
-                    "the same command goes on from there"
+                    "the same command continues from there"
                 )
             if not self._cache.takes_more:
-                return  # what is computed now would be thrown away
+                return  # further results could not be stored
             one()
             tick(done + 1, len(work))
 
     def batch(self, micro_step: int) -> MicroBatch:
-        """Everything that a micro-step feeds to the UNet, on its device.
+        """Build everything that a micro-step feeds to the UNet, on its device.
 
-        Text carries a graph where its encoders are trained; nothing else does.
+        Text embeddings have a graph if their encoders are trained; nothing else has.
         """
         draws = self.order.samples_of(micro_step)
         device, schedule = self._base.device, self._base.noise_scheduler
@@ -184,10 +192,10 @@ class SdxlObjective:
         )
 
     def _noise(self, draw: SampleDraw, shape: torch.Size) -> torch.Tensor:
-        """Standard normal noise of a latent; with offset noise, plus one number per channel.
+        """Draw standard normal noise of a latent; with offset noise, plus one number per channel.
 
-        (N. Guttenberg 2023, "Diffusion with offset noise".) What is added and what is to be
-        predicted are the same noise.
+        (N. Guttenberg 2023, "Diffusion with offset noise".) The noise that is added is also the
+        target.
         """
         noise = normal(draw.noise_seed, shape)
         offset = self._training.noise_offset
@@ -197,7 +205,7 @@ class SdxlObjective:
 
 
 def time_ids(sizes: SizeConditions) -> tuple[float, ...]:
-    """SDXL's six size conditions: original (h, w), crop (top, left), target (h, w)."""
+    """Return SDXL's six size conditions: original (h, w), crop (top, left), target (h, w)."""
     return tuple(
         float(size) for size in sizes.original_size + sizes.crop_top_left + sizes.target_size
     )

@@ -1,7 +1,7 @@
-"""Tensors on disk under a key that names all they depend on: there and whole, or not there.
+"""Tensors on disk under keys that cover all they depend on; an entry is complete or absent.
 
-Runs on several machines may share a store. Files are written aside and renamed; a digest in front
-covers key and content, so that a torn, damaged or misplaced file counts as missing.
+Runs on several machines may share a store. Files are written under temporary names and renamed. A
+digest in front covers key and content, so that a torn, damaged or misplaced file counts as missing.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ _DIGEST_BYTES = 32
 
 
 def key_of(kind: str, parts: Mapping[str, object]) -> str:
-    """A name for what was made from ``parts`` (anything that JSON can write)."""
+    """Hash ``parts`` (anything JSON can represent) to the key of what is computed from them."""
     text = json.dumps({"kind": kind, **parts}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class TensorStore:
-    """A folder of small groups of tensors.
+    """A directory of small groups of tensors.
 
-    warn: is told once when the disk refuses; from then on nothing more is written. A folder that
-    can only be read is read.
+    warn: called once if the disk refuses a write; nothing more is written from then on. A read-only
+    directory is only read.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
@@ -41,7 +41,7 @@ class TensorStore:
         self.writable = os.access(folder, os.W_OK | os.X_OK)
 
     def get(self, key: str) -> dict[str, torch.Tensor] | None:
-        """What was put under ``key``, on the CPU; None when it is not there or not whole."""
+        """Return what was stored under ``key``, on the CPU; None if it is missing or damaged."""
         try:
             content = self._path(key).read_bytes()
         except OSError:
@@ -55,7 +55,7 @@ class TensorStore:
             return None
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keep ``tensors``; a disk that refuses is told of, not raised."""
+        """Store ``tensors``; a failed write is reported as a warning and not raised."""
         if not self.writable:
             return
         payload = save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
@@ -72,9 +72,9 @@ class TensorStore:
             with suppress(OSError):
                 aside.unlink()
             self._warn(
-                f"the cache {self.folder} takes no more: {error.strerror}; free some space or set "
-                "dataset.cache to another place. What is in it is used, the rest is computed each "
-                "time it is needed"
+                f"the cache {self.folder} can't be written: {error.strerror}; free some space or "
+                "set dataset.cache to another place. Existing entries are used, the rest is "
+                "computed each time it is needed"
             )
 
     def _path(self, key: str) -> Path:
@@ -88,7 +88,7 @@ def _digest(key: str, payload: bytes) -> bytes:
 
 
 def module_digest(module: nn.Module) -> str:
-    """SHA-256 over the bits of all weights and buffers, their names, types and shapes."""
+    """Hash the bits of all weights and buffers, with names, types and shapes (SHA-256)."""
 
     def one(entry: tuple[str, torch.Tensor]) -> bytes:
         name, tensor = entry

@@ -1,4 +1,4 @@
-"""Text conditions as SDXL wants them: once a caption, or anew each time where they are trained."""
+"""Text embeddings for SDXL: encoded once per caption, or every time if encoders are trained."""
 
 from collections import OrderedDict
 
@@ -9,26 +9,27 @@ from kubelora_trainer.objective.embedding_cache import TextCache
 from kubelora_trainer.utils.device import to_device
 
 CACHED_CAPTIONS = 8192
+"""Limit of captions in host memory: about 2.5 GB for SDXL."""
 
 
 class TextConditions:
-    """Embeddings of captions, kept in host memory (0.3 MB each for SDXL in bf16).
+    """Embeddings of captions, cached in host memory (0.3 MB each for SDXL in bf16).
 
-    Each caption is encoded alone, so that its numbers do not depend on what stood beside it.
+    Each caption is encoded alone, so that its values do not depend on the rest of the batch.
     """
 
     def __init__(
         self, base: BaseModel, cache: TextCache | None = None, *, trained: bool = False
     ) -> None:
-        """trained: whether a text encoder has an adapter; nothing is kept then."""
+        """Create a source of embeddings; nothing is kept if an encoder is ``trained``."""
         self._base, self._cache, self._trained = base, cache, trained
         self._kept: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
     def of(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states (n, 77, channels of both encoders) and pooled text (n, channels)."""
+        """Return hidden states (n, 77, both encoders' channels) and pooled output (n, channels)."""
         if self._trained:
-            anew = [encode_text(self._base, caption) for caption in captions]
-            return torch.cat([hidden for hidden, _ in anew]), torch.cat([p for _, p in anew])
+            encoded = [encode_text(self._base, caption) for caption in captions]
+            return torch.cat([hidden for hidden, _ in encoded]), torch.cat([p for _, p in encoded])
         pairs = [self._pair(caption) for caption in captions]
         device = self._base.device
         return (
@@ -46,7 +47,7 @@ class TextConditions:
         return kept
 
     def ensure_cached(self, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The caption's embeddings on the CPU, from disk or computed and put there."""
+        """Return the caption's embeddings on the CPU, from disk or computed and stored there."""
         kept = self._cache.get(caption) if self._cache else None
         if kept is None:
             with torch.no_grad():
@@ -58,9 +59,9 @@ class TextConditions:
 
 
 def encode_text(base: BaseModel, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(1, 77, channels) of both encoders' last layer but one, and the second's pooled output.
+    """Encode a caption: both encoders' penultimate hidden states (1, 77, channels), pooled output.
 
-    Captions beyond 75 tokens are cut, as the pipeline does.
+    Captions beyond 75 tokens are truncated, as in the pipeline.
     """
     hidden, pooled = [], None
     for tokenizer, encoder in zip(base.tokenizers, base.text_encoders, strict=True):
