@@ -105,7 +105,7 @@ class SdxlObjective:
             base.unet.enable_gradient_checkpointing()
 
     def __call__(self, micro_step: int) -> MicroBatchLoss:
-        """Run the forward pass of a micro-step (from 0); call ``backward()`` on its ``loss_sum``."""
+        """Run a micro-step's forward pass (from 0). Call ``backward()`` on its ``loss_sum``."""
         self._dropout.arm(self.order.samples_of(micro_step))
         batch = self.batch(micro_step)
         dtype = self._base.unet.conv_in.weight.dtype
