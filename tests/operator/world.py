@@ -82,6 +82,8 @@ class World:
     queue: str | None = None
     created: list[int] = field(default_factory=list)
     serial: int = 0
+    sidecar: bool = False
+    """A service mesh's container outlives the trainer: neither pod nor Job ends by itself."""
 
     def snapshot(self) -> Snapshot:
         return make_snapshot(
@@ -162,7 +164,11 @@ class World:
 
     def pod_exits(self, code: int, *, out_of_memory: bool = False, evicted: bool = False) -> None:
         """The pod's container ends by itself or by an eviction, and the Job controller judges."""
-        live = [p for p in self.pods if p.live and not p.deleting and p.attempt in self.children]
+        live = [p for p in self.pods if p.writing and not p.deleting and p.attempt in self.children]
+        if self.sidecar and not evicted:
+            killed = {"out_of_memory": out_of_memory, "running": False, "ended": self.now}
+            self._pods(lambda p: p in live, exit_code=code, **killed)
+            return
         for pod in live:
             ended = replace(
                 pod,
@@ -237,6 +243,13 @@ class World:
         return {c.attempt for c in self.children.values() if c.live} | {
             p.attempt for p in self.pods if p.live
         }
+
+    def writers(self) -> set[int]:
+        """The attempts that may still write: a trainer runs, or a Job may yet start one."""
+        silent = {c.attempt for c in self.children.values() if c.live} - {
+            p.attempt for p in self.pods
+        }
+        return silent | {p.attempt for p in self.pods if p.writing}
 
     def _end_child(self, attempt: int, state: str, why: Explanation | None) -> None:
         self.children[attempt] = replace(

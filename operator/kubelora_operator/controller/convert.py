@@ -95,6 +95,7 @@ def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
         phase=str(status.get("phase") or "Pending"),
         address=status.get("podIP"),
         deleting="deletionTimestamp" in metadata,
+        delete_by=_time(metadata.get("deletionTimestamp")),
         disrupted=_condition_with(status, DISRUPTION, "True") is not None,
         running=bool(running),
         ready=bool(container.get("ready")),

@@ -107,8 +107,8 @@ class SnapshotReader:
         child = snapshot.child_of(max((c.attempt for c in snapshot.children if c.live), default=0))
         if child is None or child.suspended or child.deleting:
             return snapshot
-        pods = [p for p in snapshot.pods_of(child.attempt) if p.live and not p.deleting]
-        if not pods:
+        pods = [p for p in snapshot.pods_of(child.attempt) if p.writing and not p.deleting]
+        if not snapshot.pods_of(child.attempt):
             explanation = await self._warning(snapshot.namespace, child.uid, "PodNotCreated", now)
             return replace(snapshot, rejection=explanation) if explanation else snapshot
         first, pod = reporting_pod(pods), blocking_pod(pods)

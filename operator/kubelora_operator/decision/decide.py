@@ -53,6 +53,7 @@ from kubelora_operator.decision.run_progress import (
 )
 from kubelora_operator.decision.running import track
 from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, TrainerPod
+from kubelora_operator.decision.trainer_end import peers_given_up
 
 KEPT_ATTEMPTS: Final = 3
 """Jobs of finished attempts that are kept for `kubectl describe` and `kubectl logs`."""
@@ -146,13 +147,16 @@ def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:
 
 
 def _delete_stale_jobs(builder: PlanBuilder) -> PlanBuilder:
-    """Delete live Jobs of other attempts, and finished ones beyond those that are kept."""
-    attempt = builder.status.attempt
+    """Delete live Jobs of other or ended attempts, and finished ones beyond those that are kept.
+
+    The Job of an ended attempt is still live if a sidecar outlives the trainer or a node is lost.
+    """
+    attempt, ended = builder.status.attempt, builder.attempt_accounted
     stale = tuple(
         c
         for c in builder.snapshot.children
         if not c.deleting
-        and ((c.live and c.attempt != attempt) or c.attempt <= attempt - KEPT_ATTEMPTS)
+        and ((c.live and (c.attempt != attempt or ended)) or c.attempt <= attempt - KEPT_ATTEMPTS)
     )
     return replace(builder, delete=stale)
 
@@ -261,8 +265,9 @@ def _others_live(builder: PlanBuilder) -> bool:
     The job's result is recorded only after that has ended.
     """
     attempt = builder.status.attempt
+    given_up = peers_given_up(builder.snapshot, attempt, builder.now)
     return any(c.live and c.attempt != attempt for c in builder.snapshot.children) or any(
-        p.live for p in builder.snapshot.pods
+        p.writing and not (given_up and p.attempt == attempt) for p in builder.snapshot.pods
     )
 
 

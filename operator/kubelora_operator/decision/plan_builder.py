@@ -14,6 +14,7 @@ from kubelora_operator.decision.conditions import (
     parse_time,
 )
 from kubelora_operator.decision.snapshot import Child, Snapshot, TrainerPod
+from kubelora_operator.decision.trainer_end import judge_child
 
 REQUEUE_SOON: Final = timedelta(seconds=2)
 """When to reconcile again while something terminates without causing a watch event."""
@@ -64,8 +65,8 @@ class PlanBuilder:
 
     @property
     def child(self) -> Child | None:
-        """The current attempt's Job."""
-        return self.snapshot.child_of(self.status.attempt)
+        """The current attempt's Job, as its trainers left it."""
+        return judge_child(self.snapshot, self.status.attempt, self.now)
 
     @property
     def pods(self) -> tuple[TrainerPod, ...]:

@@ -54,11 +54,22 @@ def track(builder: PlanBuilder, child: Child, poll: timedelta) -> PlanBuilder:
         builder = builder.set_condition(
             QUEUED, False, "Admitted", f"queue {child.queue} has admitted the job"
         )
-    pods = [p for p in builder.pods if p.live and not p.deleting]
+    pods = [p for p in builder.pods if p.writing and not p.deleting]
     waited_for, first = blocking_pod(pods), reporting_pod(pods)
+    nodes = builder.snapshot.spec.workers.nodes if builder.snapshot.spec else 1
+    if len(pods) < min(nodes, len(builder.pods)) and waited_for is None:
+        # An end is near: it is reported once, with its cause, when the Job or the trainers have it.
+        return replace(builder, requeue_after=REQUEUE_SOON)
+    if first is None and _had_pod(builder):
+        return replace(builder, requeue_after=REQUEUE_SOON)
     if first is None or waited_for is not None:
         return _pending(builder, waited_for)
     return replace(_running(builder, first), requeue_after=poll)
+
+
+def _had_pod(builder: PlanBuilder) -> bool:
+    """Return whether the attempt's pod ran before, so that it is gone and not still to come."""
+    return builder.conditions.is_true(RUNNING)
 
 
 def _queued(builder: PlanBuilder, child: Child) -> PlanBuilder:

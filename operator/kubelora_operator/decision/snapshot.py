@@ -48,13 +48,28 @@ class Child:
 
 
 @dataclass(frozen=True)
+class NodeState:
+    """The state of a pod's node.
+
+    lost: Whether it is not ready or gone; None if it could not be read.
+    message: What was found, such as ``node gpu-3 has not been ready since …``.
+    """
+
+    lost: bool | None
+    message: str
+
+
+@dataclass(frozen=True)
 class TrainerPod:
     """A pod of an attempt.
 
     index: Node of the attempt; the pod of index 0 reports on the run.
+    delete_by: When its grace period is over, for a pod that is being deleted.
+    node: State of its node; read only when the pod should be gone but is not.
     waiting: Why its container is not running, in the cluster's words.
     since: When its container started.
     ended: When its container terminated.
+    exit_code: The trainer's own, whatever the pod's phase: a sidecar may outlive the trainer.
     termination_message: The termination message if it is not a final report.
     """
 
@@ -65,6 +80,8 @@ class TrainerPod:
     phase: str = "Pending"
     address: str | None = None
     deleting: bool = False
+    delete_by: datetime | None = None
+    node: NodeState | None = None
     disrupted: bool = False
     running: bool = False
     ready: bool = False
@@ -78,8 +95,13 @@ class TrainerPod:
 
     @property
     def live(self) -> bool:
-        """Whether its container may still be running."""
+        """Whether any of its containers may still be running."""
         return self.phase not in ("Succeeded", "Failed")
+
+    @property
+    def writing(self) -> bool:
+        """Whether its trainer may still be running and write to the output."""
+        return self.live and self.exit_code is None
 
 
 def reporting_pod(pods: Sequence[TrainerPod]) -> TrainerPod | None:

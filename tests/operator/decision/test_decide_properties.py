@@ -37,10 +37,10 @@ class History:
             self.world.apply(plan, version)
 
     def fail(self, code: int) -> None:
-        before = sum(c.live for c in self.world.children.values())
+        before = sum(p.exit_code is not None for p in self.world.pods)
         self.world.pod_exits(code)
-        after = sum(c.live for c in self.world.children.values())
-        self.failures += (before - after) if code in COUNTED else 0
+        after = sum(p.exit_code is not None for p in self.world.pods)
+        self.failures += (after - before) if code in COUNTED else 0
 
     def delete_a_job(self, newest: bool) -> None:
         if self.world.children:
@@ -99,7 +99,7 @@ def check(history: History) -> None:
     if "True" in (truth(status, "Complete"), truth(status, "Failed")):
         if history.ended is None:
             history.ended = list(world.created)
-            assert not world.live_attempts(), "published while something could still write"
+            assert not world.writers(), "published while something could still write"
         assert truth(status, "Running") == "False"
     if history.ended is not None:
         assert world.created == history.ended, "a finished job was created again"
@@ -130,12 +130,13 @@ def check_rest(world: World) -> None:
     restarts=st.integers(0, 3),
     queue=st.sampled_from([None, None, "team-studio"]),
     policy=st.sampled_from(["Warn", "Suspend"]),
+    sidecar=st.booleans(),
     happenings=st.lists(st.sampled_from(sorted(HAPPENINGS)), min_size=40, max_size=60),
 )
 def test_the_promises_hold_in_any_history(
-    restarts: int, queue: str | None, policy: str, happenings: list[str]
+    restarts: int, queue: str | None, policy: str, sidecar: bool, happenings: list[str]
 ) -> None:
-    history = History(World(max_restarts=restarts, queue=queue, policy=policy))
+    history = History(World(max_restarts=restarts, queue=queue, policy=policy, sidecar=sidecar))
     for happening in happenings:
         HAPPENINGS[happening](history)
         check(history)

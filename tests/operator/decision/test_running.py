@@ -48,7 +48,9 @@ def test_the_pod_that_counts_is_the_one_that_neither_ended_nor_ends() -> None:
     message = condition(decide(view(POD, ended, ending), START), "Running").message
     assert message == f"pod {POD.name} is loading the model and the data"
     for other in (ended, ending):
-        assert condition(decide(view(other), START), "Running").reason == "Starting"
+        plan = decide(view(other), START)
+        assert [c.type for c in plan.status.conditions] == ["Accepted"]
+        assert plan.requeue_after == REQUEUE_SOON
 
 
 def test_a_pod_of_another_attempt_is_not_taken_for_the_current_ones() -> None:
