@@ -273,7 +273,7 @@ def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_set_aside(
 def test_an_older_attempt_writes_nothing_once_a_newer_one_began(tmp_path: Path) -> None:
     old = Engine(tmp_path, attempt=1)
     Engine(tmp_path, attempt=2).exporter.close()
-    with pytest.raises(OutputError, match=r"attempt 2 of run .* took this output folder"):
+    with pytest.raises(OutputError, match=r"attempt 2 of run .* has taken over this output folder"):
         old.train(every=1)
     assert not (tmp_path / "checkpoints").exists()
     with pytest.raises(OutputError, match="attempt 1 is too old"):

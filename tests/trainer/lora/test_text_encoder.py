@@ -160,7 +160,9 @@ def test_text_is_encoded_anew_each_time_and_never_cached(demo: DemoPaths, tmp_pa
     cache = build_cache(tmp_path, spec, base, data, said.append)
     assert cache.text is None
     assert cache.latents is not None
-    assert any("text is not cached, for what encodes it is trained" in line for line in said)
+    assert any(
+        "text embeddings are not cached because the text encoders are" in line for line in said
+    )
     objective = SdxlObjective(base, data, spec, cache)
     before = objective.batch(0).text.detach()
     fill_up_projections([m for m in modules if m.part != "unet"], 0.2)

@@ -152,7 +152,7 @@ def test_what_can_not_be_cached_rightly_is_not_and_says_so(
     squares = sum(sample.width == sample.height for sample in data.samples)
     _fill(base, data, tmp_path / "cache", said)
     assert (work.images, work.texts) == (squares, 0)
-    assert "text is not cached, for tags are shuffled" in said[0]
+    assert "text embeddings are not cached because tags are shuffled" in said[0]
     assert f"latents of {9 - squares} of 9 images are not cached" in said[1]
 
 
@@ -237,7 +237,7 @@ def test_a_cache_that_can_only_be_read_is_read(
         cached.batch(step)
     cached.close()
     assert sum((work.texts, work.images)) == sum(before) + 1
-    assert [line for line in said if "can only be read here" in line] == said
+    assert [line for line in said if "is read-only here" in line] == said
     assert not lost.exists()
 
 

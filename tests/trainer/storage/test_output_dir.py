@@ -73,7 +73,7 @@ def test_a_finished_run_is_told_as_done(tmp_path: Path) -> None:
 def test_another_runs_output_is_refused(tmp_path: Path) -> None:
     claim(tmp_path, job())
     before = (tmp_path / "manifest.json").read_bytes()
-    with pytest.raises(OutputError, match=r"holds run \w+'s output .*replaceExisting"):
+    with pytest.raises(OutputError, match=r"contains run \w+'s output .*replaceExisting"):
         claim(tmp_path, changed(job(), "training", seed=1))
     assert (tmp_path / "manifest.json").read_bytes() == before
 
@@ -85,7 +85,7 @@ def test_what_changed_is_told_field_by_field(tmp_path: Path) -> None:
         claim(tmp_path, other)
     assert (
         "other settings: spec.adapter.alpha: not set -> 4.0; spec.adapter.rank: 16 -> 8; "
-        "spec.training.seed: 0 -> 1. To go on with it, put them back (spec.health, checkpoint, "
+        "spec.training.seed: 0 -> 1. To continue it, restore them (spec.health, checkpoint, "
         "tracking, workers, podTemplate, queueName, suspend, restartPolicy, dataset.cache, "
         "output.dtype, output.push and output.replaceExisting may change)."
     ) in str(refused.value)
@@ -100,7 +100,7 @@ def test_a_job_of_the_same_uid_with_other_settings_is_refused_too(tmp_path: Path
     before = (tmp_path / "manifest.json").read_bytes()
     with pytest.raises(
         OutputError,
-        match=r"run 0f-1e began with other settings \(spec\.training\.steps: 6 -> 9\)",
+        match=r"run 0f-1e was started with other settings \(spec\.training\.steps: 6 -> 9\)",
     ):
         claim(tmp_path, in_a_cluster(changed(job(), "training", steps=9)), attempt=2)
     assert (tmp_path / "manifest.json").read_bytes() == before
@@ -122,7 +122,7 @@ def test_many_changes_are_cut_short(tmp_path: Path) -> None:
         job(), "training", optimizer=optimizer, seed=1, steps=9, batch_size=2, max_grad_norm=2.0
     )
     other = changed(other, "adapter", rank=8, alpha=4.0, dropout=0.5)
-    with pytest.raises(OutputError, match=r"; and 2 more\. To go on"):
+    with pytest.raises(OutputError, match=r"; and 2 more\. To continue"):
         claim(tmp_path, other)
 
 
@@ -144,9 +144,9 @@ def test_a_field_that_is_new_since_the_run_began_is_no_change(tmp_path: Path) ->
     assert isinstance(folder, OutputFolder)
     assert (folder.run_id, folder.attempt) == ("earlier", 2)
     assert len(sentences) == 1
-    assert re.search(r'begun with other versions \(torch: "2\.0" -> "\d', sentences[0])
+    assert re.search(r'started with other versions \(torch: "2\.0" -> "\d', sentences[0])
     recorded_by_an_earlier_version(tmp_path)
-    with pytest.raises(OutputError, match=r"spec\.training\.seed: 0 -> 1\. To go on"):
+    with pytest.raises(OutputError, match=r"spec\.training\.seed: 0 -> 1\. To continue"):
         claim(tmp_path, changed(job(), "training", seed=1))
 
 
@@ -157,7 +157,7 @@ def test_a_manifest_whose_job_is_none_differs_in_everything(
     claim(tmp_path, job())
     file = tmp_path / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"job": recorded}))
-    with pytest.raises(OutputError, match="began with other settings"):
+    with pytest.raises(OutputError, match="was started with other settings"):
         claim(tmp_path, job())
 
 
@@ -187,7 +187,7 @@ def test_output_without_a_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "mine.png").write_text("mine")
     for replace in (False, True):
-        with pytest.raises(OutputError, match=r"holds samples, but no manifest\.json that"):
+        with pytest.raises(OutputError, match=r"contains samples, but no manifest\.json to"):
             claim(tmp_path, changed(job(), "output", replace_existing=replace))
     assert (tmp_path / "samples" / "mine.png").read_text() == "mine"
 

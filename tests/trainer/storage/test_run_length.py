@@ -16,7 +16,7 @@ from kubelora_trainer.health.baseline_envelope import Passage
 from kubelora_trainer.health.watchdog import WatchState
 from kubelora_trainer.optim.lr_schedule import rate_share
 from kubelora_trainer.storage.output_dir import Manifest, OutputFolder, claim_output, read_manifest
-from kubelora_trainer.storage.run_length import assert_not_passed, follows_the_length
+from kubelora_trainer.storage.run_length import assert_not_passed, depends_on_length
 from kubelora_trainer.utils.errors import OutputError
 from tests.trainer.fixtures.engine import Engine, job
 from tests.trainer.integration.test_interruption import adapter, arguments, in_this_process
@@ -48,7 +48,7 @@ def test_only_a_schedule_whose_rates_do_not_follow_the_length_lets_it_change(
         for step in range(10)
         for total in (11, 20, 1000)
     )
-    assert follows_the_length(schedule) is not alike
+    assert depends_on_length(schedule) is not alike
 
 
 def test_ten_steps_lengthened_to_twenty_are_twenty_at_once_to_the_bit(
@@ -75,7 +75,7 @@ def test_ten_steps_lengthened_to_twenty_are_twenty_at_once_to_the_bit(
     train(whole, 20)
     train(longer, 10)
     output = train(longer, 20)
-    assert "goes on with another length, spec.training.steps: 10 -> 20" in output
+    assert "continues with another length, spec.training.steps: 10 -> 20" in output
     assert "at step 10" in output
     assert adapter(longer) == adapter(whole)
     for table in ("metrics.parquet", "groups.parquet"):
@@ -96,7 +96,7 @@ def test_a_finished_run_of_more_steps_is_open_again_and_to_be_pushed_again(tmp_p
     assert (folder.run_id, folder.attempt) == (before.run_id, 2)
     assert folder.record.pushed == ""
     assert said == [
-        f"{tmp_path}: run {before.run_id} goes on with another length, spec.training.steps: 6 -> 9"
+        f"{tmp_path}: run {before.run_id} continues with another length, spec.training.steps: 6 -> 9"
     ]
     found = read_manifest(tmp_path)
     assert found is not None
@@ -118,7 +118,7 @@ def test_a_schedule_that_falls_to_its_end_says_why_and_what_to_do(
     before = (tmp_path / "manifest.json").read_bytes()
     with pytest.raises(OutputError) as refused:
         claim(tmp_path, job(schedule={"name": name}, steps=9))
-    assert f"The schedule {name} gives every step another rate" in str(refused.value)
+    assert f"With the schedule {name} every step" in str(refused.value)
     assert "spec.adapter.from: out/adapter and another spec.output.uri" in str(refused.value)
     assert (tmp_path / "manifest.json").read_bytes() == before
 
@@ -136,7 +136,7 @@ def test_a_run_may_end_earlier_as_long_as_it_has_not_passed_that_step(tmp_path: 
     with pytest.raises(OutputError, match="11 steps of this run are done, so it can't end"):
         assert_not_passed(11, 10)
     end(tmp_path, job(steps=10))
-    with pytest.raises(OutputError, match="It is done, and can be lengthened alone"):
+    with pytest.raises(OutputError, match="It is done, and can only be extended"):
         claim(tmp_path, job(steps=6))
 
 

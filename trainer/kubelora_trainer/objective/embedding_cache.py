@@ -1,8 +1,8 @@
-"""Latents and text embeddings kept on disk between runs: what they depend on, and when not to.
+"""Disk cache of latents and text embeddings between runs: its keys, and what is not cached.
 
-A key holds everything that decides the numbers, so that a stale entry can't be met: the image
+A key covers everything that the values depend on, so that a stale entry is never used: the image
 file's bytes and the view of it, or the caption; the model's weights bit by bit, kind of device and
-library versions; and the value of every other field that declares that it decides pixels or text.
+library versions; and every other field that declares an effect on pixels or text.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,21 +20,22 @@ from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.tensor_store import TensorStore, key_of, module_digest
 
 CACHE_FORMAT = 4
-"""Raised when the code that prepares images or text changes what comes out."""
+"""Increment it when the code that prepares images or text changes its output."""
 _LATENT_PACKAGES = ("torch", "diffusers", "pillow")
 _TEXT_PACKAGES = ("torch", "transformers")
 _LATENT_PARTS: tuple[KeyPart, ...] = ("model", "file", "view")
 _TEXT_PARTS: tuple[KeyPart, ...] = ("model", "caption")
-"""What the keys hold besides settings. A field that acts through one of these (`Decides.held_as`)
-is not in the key by its value, so that runs share entries where only, say, the crop differs."""
+"""Parts of the keys besides settings. A field that acts through one of these (`Decides.held_as`) is
+not in the key by its value, so that runs share entries if only, for example, the crop differs."""
 
 
 @dataclass(frozen=True)
 class Latent:
-    """What is kept of a view.
+    """The cached result of a view.
 
-    moments: mean and log variance of the VAE's posterior, one above the other, (2 channels, h, w).
-    mask: (1, h, w), of each element's share of the loss; None where all count.
+    Attributes:
+        moments: Mean and log variance of the VAE's posterior, concatenated, (2 channels, h, w).
+        mask: (1, h, w), the weight of each element in the loss; None if all count.
     """
 
     moments: torch.Tensor
@@ -43,7 +44,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class LatentCache:
-    """Latents by view. settings: all fields that decide a view's latent, from the job."""
+    """Latents by view. settings: the job's fields that affect a latent."""
 
     store: TensorStore
     dataset: ImageDataset
@@ -51,12 +52,12 @@ class LatentCache:
     settings: JsonObject
 
     def get(self, view: View) -> Latent | None:
-        """What was kept, on the CPU, or None."""
+        """Return the stored latent on the CPU, or None."""
         kept = self.store.get(self._key(view))
         return Latent(kept["moments"], kept.get("mask")) if kept else None
 
     def put(self, view: View, latent: Latent) -> None:
-        """Keep a view's latent."""
+        """Store a view's latent."""
         kept = {"moments": latent.moments}
         if latent.mask is not None:
             kept["mask"] = latent.mask
@@ -72,19 +73,25 @@ class LatentCache:
 
 @dataclass(frozen=True)
 class TextCache:
-    """Hidden states and pooled text by caption. settings: as of `LatentCache`, of the text."""
+    """Hidden states and pooled output by caption. settings: the job's fields that affect text."""
 
     store: TensorStore
     model: str
     settings: JsonObject
 
     def get(self, caption: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(1, 77, channels) and (1, channels) on the CPU, or None."""
+        """Return (1, 77, channels) and (1, channels) on the CPU, or None."""
         kept = self.store.get(self._key(caption))
         return (kept["hidden"], kept["pooled"]) if kept else None
 
     def put(self, caption: str, hidden: torch.Tensor, pooled: torch.Tensor) -> None:
-        """Keep a caption's embeddings."""
+        """Store a caption's embeddings.
+
+        Args:
+            caption: The caption.
+            hidden: Hidden states, (1, 77, channels).
+            pooled: Pooled output, (1, channels).
+        """
         self.store.put(self._key(caption), {"hidden": hidden, "pooled": pooled})
 
     def _key(self, caption: str) -> str:
@@ -94,14 +101,14 @@ class TextCache:
 
 @dataclass(frozen=True)
 class DataCache:
-    """What of the data is kept on disk: nothing, latents, text, or both."""
+    """The caches of a run: none, latents, text, or both."""
 
     latents: LatentCache | None = None
     text: TextCache | None = None
 
     @property
     def takes_more(self) -> bool:
-        """Whether anything can be added: not where the disk has refused, or can only be read."""
+        """True if entries can be added: not if the disk has refused a write or is read-only."""
         return any(part.store.writable for part in (self.latents, self.text) if part)
 
 
@@ -115,36 +122,39 @@ def build_cache(
     dataset: ImageDataset,
     say: Callable[[str], None],
 ) -> DataCache:
-    """Open the cache in ``folder``, without what can't be cached rightly.
+    """Open the cache in ``folder``, except for what cannot be cached correctly.
 
     Args:
-        folder: Where it is; several runs may share it.
-        spec: The job's, whose settings become part of the keys.
+        folder: Directory of the cache, which several runs may share.
+        spec: The job's spec, whose settings become part of the keys.
         base: The model that encodes.
-        dataset: What is encoded.
-        say: Gets a line for everything that is not cached, with the reason.
+        dataset: The data to encode.
+        say: Called with the reason for whatever is not cached.
 
     Returns:
-        The caches of latents and of text; None for one that would hold nothing.
+        The caches of latents and of text; None for one that would be empty.
     """
     store = TensorStore(folder, lambda sentence: say(f"warning: {sentence}"))
     if not store.writable:
         say(
-            f"cache: {folder} can only be read here; what is in it is used, the rest is computed "
+            f"cache: {folder} is read-only here; existing entries are used, the rest is computed "
             "each time it is needed"
         )
     text = None
     if spec.adapter.text_encoders:
-        say("cache: text is not cached, for what encodes it is trained (adapter.textEncoders)")
+        say(
+            "cache: text embeddings are not cached because the text encoders are being trained "
+            "(adapter.textEncoders)"
+        )
     elif dataset.settings.captions.shuffle_tags:
-        say("cache: text is not cached, for tags are shuffled anew each time (captions)")
+        say("cache: text embeddings are not cached because tags are shuffled every time (captions)")
     else:
         text = TextCache(store, _text_model(base), _settings(spec, "text", _TEXT_PARTS))
     fixed = sum(dataset.has_fixed_crop(sample) for sample in range(len(dataset)))
     if fixed < len(dataset):
         say(
-            f"cache: latents of {len(dataset) - fixed} of {len(dataset)} images are not cached, "
-            "for their crops are random; dataset.crop: center makes them all alike"
+            f"cache: latents of {len(dataset) - fixed} of {len(dataset)} images are not cached "
+            "because their crops are random; dataset.crop: center makes crops fixed"
         )
     pixels = _settings(spec, "pixels", _LATENT_PARTS)
     latents = LatentCache(store, dataset, _vae_model(base), pixels) if fixed else None
@@ -188,7 +198,7 @@ def _text_model(base: BaseModel) -> str:
 
 
 def _config(config: Mapping[str, object]) -> dict[str, str]:
-    """Leave out names that begin with _, such as the folder that the model was read from."""
+    """Drop names that begin with _, such as the directory that the model was loaded from."""
     return {name: repr(value) for name, value in config.items() if not name.startswith("_")}
 
 

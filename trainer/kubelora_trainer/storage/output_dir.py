@@ -1,8 +1,8 @@
-"""The output folder: whose it is, what state the run in it has, and who may write there.
+"""The output directory: which run owns it, the state of that run, and who may write to it.
 
-The folder belongs to one run id. The same id resumes or is already done; another run's output is
-refused. Attempts are numbered, and an older attempt (a container on a node that was given up, but
-still runs) may not write once a newer one has begun.
+The directory belongs to one run id. The same run resumes or is already done; a different run is
+rejected. Attempts are numbered, and an older attempt (a container on a lost node that still runs)
+may not write once a newer one has started.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from kubelora_api.names import OutputPath
 from kubelora_api.status import Artifact
 from kubelora_trainer.storage.run_length import (
     OtherLength,
-    follows_the_length,
+    depends_on_length,
+    fixed_length_reason,
     other_length,
-    why_it_stays,
 )
 from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.storage.run_settings import (
     changes,
     deciding_settings,
     fields_that_may_change,
+    join_changes,
     recorded_settings,
     settings_digest,
-    told,
 )
 from kubelora_trainer.utils.atomic_io import write_file, writing_to
 from kubelora_trainer.utils.errors import OutputError
@@ -41,9 +41,9 @@ RECORDED_PACKAGES = ("kubelora", "torch", "diffusers", "transformers", "peft", "
 
 
 class Manifest(BaseModel):
-    """``manifest.json``: what is in the folder, made from what, by which versions.
+    """The content of ``manifest.json``: what the directory contains, from which job and versions.
 
-    job: the resolved document, defaults filled in. updated: UTC, ISO 8601.
+    job: the resolved document with defaults. updated: UTC, ISO 8601.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -69,9 +69,9 @@ def run_id_of(job: LoraTrainingJob) -> str:
 
 
 class OutputFolder:
-    """A claimed output folder. Every write of a run goes through ``assert_ours`` first.
+    """A claimed output directory. Every write of a run calls ``assert_ours`` first.
 
-    record: goes into every manifest from here on; assign a new one at any time.
+    record: part of every manifest from here on; assign a new one at any time.
     """
 
     def __init__(
@@ -89,22 +89,31 @@ class OutputFolder:
         self.record = record or RunRecord()
 
     def place(self, output: OutputPath) -> Path:
-        """Where ``output`` goes in this folder."""
+        """Return the path of ``output`` in this directory."""
         return self.path / output
 
     def assert_ours(self) -> None:
-        """Raise OutputError when a newer attempt, or another run, took the folder over."""
+        """Raise OutputError if a newer attempt or another run has taken over the directory."""
         found = read_manifest(self.path)
         if found and (found.run_id != self.run_id or found.attempt > self.attempt):
             raise OutputError(
-                f"{self.path}: attempt {found.attempt} of run {found.run_id} took this output "
-                f"folder over; attempt {self.attempt} of run {self.run_id} stops without writing"
+                f"{self.path}: attempt {found.attempt} of run {found.run_id} has taken over this "
+                f"output folder; attempt {self.attempt} of run {self.run_id} stops without writing"
             )
 
     def write_manifest(
         self, state: RunState, message: str = "", artifacts: list[Artifact] | None = None
     ) -> str:
-        """Record the run's state; returns the manifest's sha256."""
+        """Record the run's state and return the manifest's sha256.
+
+        Args:
+            state: State of the run.
+            message: Reason for the state.
+            artifacts: Files of a finished run.
+
+        Raises:
+            OutputError: Another attempt has taken over, or the disk refuses the write.
+        """
         self.assert_ours()
         manifest = Manifest(
             run_id=self.run_id,
@@ -125,12 +134,20 @@ class OutputFolder:
 def claim_output(
     path: Path, job: LoraTrainingJob, attempt: int | None, warn: Callable[[str], None]
 ) -> OutputFolder | Manifest:
-    """Take the folder for this run.
+    """Claim the directory for this run.
 
-    attempt: the operator's count; None counts on from the folder's last attempt.
-    Returns the manifest instead where this very run is already done.
-    Raises OutputError for another run's output, other settings than the run began with, a
-    newer attempt, a folder that can't be written.
+    Args:
+        path: The output directory.
+        job: The job.
+        attempt: The operator's attempt number; None continues from the last attempt.
+        warn: Called with each warning.
+
+    Returns:
+        The claimed directory, or the manifest if this run is already done.
+
+    Raises:
+        OutputError: The directory has another run's output, other settings than the run started
+            with, or a newer attempt; or it is not writable.
     """
     run_id = run_id_of(job)
     with writing_to(path):
@@ -139,25 +156,26 @@ def claim_output(
     changed = _changed_settings(found, job)
     lengthened = _other_length(found, job)
     if found is not None and not job.metadata.uid and not _uid_of(found):
-        if lengthened and not _why_not(found, job, lengthened):
-            warn(f"{path}: run {found.run_id} goes on with another length, {lengthened}")
-            found, changed = _begun_again(found), []
+        if lengthened and not _length_objection(found, job, lengthened):
+            warn(f"{path}: run {found.run_id} continues with another length, {lengthened}")
+            found, changed = _reopened(found), []
         if not changed:
-            run_id = found.run_id  # named by another length, or a version with fewer settings
+            # Its id comes from another length, or from a version with fewer settings.
+            run_id = found.run_id
     if found is None or found.run_id != run_id:
-        why = _why_not(found, job, lengthened) if found and lengthened else ""
+        why = _length_objection(found, job, lengthened) if found and lengthened else ""
         _make_room(path, found, changed, why, job.spec.output.replace_existing, warn)
         found = None
     if found is not None:
         _assert_resumable(path, found, changed)
         if found.state == "Done":
             return found
-        if newer := told(list(changes(found.versions, installed_versions()))):
-            warn(f"{path}: begun with other versions ({newer}); the last bits may differ")
+        if newer := join_changes(list(changes(found.versions, installed_versions()))):
+            warn(f"{path}: started with other versions ({newer}); the last bits may differ")
     before = found.attempt if found else 0
     if attempt is not None and attempt < before:
         raise OutputError(
-            f"{path}: attempt {before} of this run has begun already; attempt {attempt} is too "
+            f"{path}: attempt {before} of this run has already started; attempt {attempt} is too "
             "old to write here"
         )
     number = before + 1 if attempt is None else attempt
@@ -178,17 +196,17 @@ def _other_length(found: Manifest | None, job: LoraTrainingJob) -> OtherLength |
     return other_length(recorded_settings(found.job), deciding_settings(job))
 
 
-def _why_not(found: Manifest, job: LoraTrainingJob, length: OtherLength) -> str:
-    """Why the run can't change its length; empty where it can."""
-    if follows_the_length(job.spec.training.schedule):
-        return why_it_stays(job.spec.training.schedule, job.spec.output.uri)
+def _length_objection(found: Manifest, job: LoraTrainingJob, length: OtherLength) -> str:
+    """Explain why the run can't change its length; empty if it can."""
+    if depends_on_length(job.spec.training.schedule):
+        return fixed_length_reason(job.spec.training.schedule, job.spec.output.uri)
     if found.state == "Done" and length.after < length.before:
-        return "It is done, and can be lengthened alone"
+        return "It is done, and can only be extended"
     return ""
 
 
-def _begun_again(found: Manifest) -> Manifest:
-    """A run of another length is not done, and what was pushed is not its result."""
+def _reopened(found: Manifest) -> Manifest:
+    """Reset state and upload: with another length the run is not done."""
     record = found.record.model_copy(update={"pushed": ""})
     return found.model_copy(update={"state": "Interrupted", "record": record})
 
@@ -199,12 +217,12 @@ def _uid_of(found: Manifest) -> object:
 
 
 def _assert_resumable(path: Path, found: Manifest, changed: list[str]) -> None:
-    """A job of the same uid, but with other settings, is not the run that began here."""
+    """Check that a job of the same uid still has the run's settings."""
     if changed:
         raise OutputError(
-            f"{path}: run {found.run_id} began with other settings ({told(changed)}) and can't go "
-            f"on with these; put them back ({fields_that_may_change()}), or create a new job with "
-            "another spec.output.uri"
+            f"{path}: run {found.run_id} was started with other settings "
+            f"({join_changes(changed)}) and can't resume with these; restore them "
+            f"({fields_that_may_change()}), or create a new job with another spec.output.uri"
         )
 
 
@@ -216,32 +234,34 @@ def _make_room(
     replace: bool,
     warn: Callable[[str], None],
 ) -> None:
-    """Refuse what another run left, or clear it away when told to; other files are not ours.
+    """Reject another run's output, or delete it on request; other files are left alone.
 
-    why: what keeps the run there from going on with this job's length, if that is all that changed.
+    why: what prevents that run from continuing with this job's length, if only that has changed.
     """
     present = sorted(name for name in own_names() if (path / name).exists())
     if not present:
         return
     if found is None:
         raise OutputError(
-            f"{path}: holds {', '.join(present)}, but no {OutputPath.MANIFEST} that says whose "
-            "they are. Move them away, or choose another spec.output.uri"
+            f"{path}: contains {', '.join(present)}, but no {OutputPath.MANIFEST} to identify "
+            "their run. Move them elsewhere, or choose another spec.output.uri"
         )
     whose = f"run {found.run_id}'s"
     if not replace:
         settings = (
-            f" It was made with other settings: {told(changed)}.{f' {why}.' if why else ''} To go "
-            f"on with it, put them back ({fields_that_may_change()})."
+            f" It was made with other settings: {join_changes(changed)}."
+            f"{f' {why}.' if why else ''} To continue it, restore them "
+            f"({fields_that_may_change()})."
             if changed
             else ""
         )
         raise OutputError(
-            f"{path}: holds {whose} output ({', '.join(present)}).{settings} Choose another "
-            "spec.output.uri, or set spec.output.replaceExisting: true to clear it away"
+            f"{path}: contains {whose} output ({', '.join(present)}).{settings} Choose another "
+            "spec.output.uri, or set spec.output.replaceExisting: true to delete it"
         )
-    warn(f"{path}: clearing away {whose} output ({', '.join(present)}), as replaceExisting says")
-    present.sort(key=OutputPath.MANIFEST.__eq__)  # last, for it says whose the others are
+    warn(f"{path}: deleting {whose} output ({', '.join(present)}) because of replaceExisting")
+    # The manifest goes last: it identifies the owner if a kill leaves the rest half deleted.
+    present.sort(key=OutputPath.MANIFEST.__eq__)
     with writing_to(path):
         for name in present:
             target = path / name
@@ -251,17 +271,17 @@ def _make_room(
 RUN_LOG_PARTS = "metrics.parts"
 GROUP_LOG_PARTS = "groups.parts"
 CATEGORY_LOG_PARTS = "categories.parts"
-"""Folders of the run log's parts while the run goes on."""
+"""Directories of the run log's parts during the run."""
 
 
 def own_names() -> frozenset[str]:
-    """Names that a run uses on top of its output folder."""
+    """List the names that a run uses at the top of its output directory."""
     logs = {RUN_LOG_PARTS, GROUP_LOG_PARTS, CATEGORY_LOG_PARTS}
     return frozenset({Path(p).parts[0] for p in OutputPath} | logs)
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The folder's manifest; None where there is none. Raises OutputError if unreadable."""
+    """Read the directory's manifest; None if there is none. Raises OutputError if unreadable."""
     file = path / OutputPath.MANIFEST
     try:
         return Manifest.model_validate_json(file.read_bytes())
@@ -271,13 +291,13 @@ def read_manifest(path: Path) -> Manifest | None:
         raise OutputError(f"can't read {file}: {error.strerror}") from error
     except ValidationError:
         raise OutputError(
-            f"{file}: not a manifest of this program; move it away, or choose another "
+            f"{file}: not a manifest of this program; move it elsewhere, or choose another "
             "spec.output.uri"
         ) from None
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what decides the result."""
+    """List the versions of packages that affect the result."""
     found: dict[str, str] = {}
     for package in RECORDED_PACKAGES:
         try:
@@ -288,7 +308,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def artifact_of(folder: OutputFolder, file: Path) -> Artifact:
-    """A finished file, by its URI, hash and size."""
+    """Describe a finished file by its URI, hash and size."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     uri = f"{folder.job.spec.output.uri.rstrip('/')}/{file.relative_to(folder.path)}"

@@ -1,8 +1,8 @@
-"""A run that is to be longer, or shorter, than it was begun with.
+"""Runs whose length is changed after they were started.
 
-On a constant schedule the number of steps decides no step: a run of 10, lengthened to 20, is the
-run of 20 to the bit. On every other schedule the rate of each step depends on it, so that the steps
-done would belong to another run.
+On a constant schedule the number of steps does not affect any step: a run of 10 steps extended to
+20 is bit-identical to a run of 20. On every other schedule it determines the learning rate of each
+step, so the steps already done would belong to a different run.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _LENGTHS = frozenset(
 
 @dataclass(frozen=True)
 class OtherLength:
-    """The field of the length, what it was and what it is to be."""
+    """A change of length: the field, its old and its new value."""
 
     field: str
     before: int
@@ -34,7 +34,7 @@ class OtherLength:
 
 
 def other_length(before: JsonObject, after: JsonObject) -> OtherLength | None:
-    """What changed between a run's deciding settings, where it is the length alone."""
+    """Return the change between a run's deciding settings if only its length changed, else None."""
     found = list(leaves_that_differ(before, after))
     if len(found) != 1:
         return None
@@ -44,23 +44,23 @@ def other_length(before: JsonObject, after: JsonObject) -> OtherLength | None:
     return OtherLength(field, old, new)
 
 
-def follows_the_length(schedule: Schedule) -> bool:
-    """Whether the rate of a step depends on how many steps there are; a warm-up does not."""
+def depends_on_length(schedule: Schedule) -> bool:
+    """Return True if a step's learning rate depends on the number of steps; warm-up does not."""
     return schedule.name != "constant"
 
 
-def why_it_stays(schedule: Schedule, output: str) -> str:
-    """Why a run on this schedule can't change its length, and what to do. output: its URI."""
+def fixed_length_reason(schedule: Schedule, output: str) -> str:
+    """Explain why a run on this schedule has a fixed length, and what to do. output: its URI."""
     return (
-        f"The schedule {schedule.name} gives every step another rate when the number of steps "
-        "changes, so the steps done would be another run's. To train on, create a new job with "
-        f"spec.adapter.from: {output.rstrip('/')}/adapter and another spec.output.uri; a run on "
-        "the schedule constant can be lengthened"
+        f"With the schedule {schedule.name} every step's learning rate depends on the number of "
+        "steps, so the steps done would belong to a different run. To continue training, create a "
+        f"new job with spec.adapter.from: {output.rstrip('/')}/adapter and another "
+        "spec.output.uri; only a run with the schedule constant can be extended"
     )
 
 
 def assert_not_passed(step: int, total: int) -> None:
-    """Raise OutputError for a run that is already beyond its new end."""
+    """Check that a run is not already beyond its new end. Raises OutputError."""
     if step > total:
         raise OutputError(
             f"{step} steps of this run are done, so it can't end at {total}: set "

@@ -16,7 +16,7 @@ from kubelora_api.schema import JsonObject
 from kubelora_api.spec import JobSpec
 
 SHOWN_CHANGES = 10
-"""Changes that one sentence names; more would hide what to do about them."""
+"""Number of changes that a message lists; more would bury the advice."""
 
 
 def fields_that_may_change() -> str:
@@ -26,15 +26,15 @@ def fields_that_may_change() -> str:
 
 
 def deciding_settings(job: LoraTrainingJob) -> JsonObject:
-    """The job's name, its output, and what decides the result, defaults filled in."""
+    """Return the job's name, its output, and all fields that affect the result, with defaults."""
     document = {"metadata": {"name": job.metadata.name}, "spec": job.spec.document()}
     return _deciding(document, type(job.spec))
 
 
 def recorded_settings(document: JsonObject) -> JsonObject:
-    """`deciding_settings` of a job that an earlier version may have recorded.
+    """Return `deciding_settings` of a job that an earlier version may have recorded.
 
-    Its defaults are filled in anew, so that a field that is new since does not count as a change.
+    Defaults are applied again, so that a field added since then does not count as a change.
     """
     try:
         return deciding_settings(parse_job(document, local=True))
@@ -46,7 +46,7 @@ def recorded_settings(document: JsonObject) -> JsonObject:
 
 
 def settings_digest(job: LoraTrainingJob) -> str:
-    """16 hexadecimal digits that name what decides the result."""
+    """Hash everything that affects the result to 16 hexadecimal digits."""
     canonical = json.dumps(deciding_settings(job), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
@@ -54,7 +54,13 @@ def settings_digest(job: LoraTrainingJob) -> str:
 def leaves_that_differ(
     old: object, new: object, path: str = ""
 ) -> Iterator[tuple[str, object, object]]:
-    """Path, old and new value (``ABSENT`` for none) where two JSON documents differ."""
+    """Yield path, old and new value (``ABSENT`` for none) where two JSON documents differ.
+
+    Args:
+        old: The old document.
+        new: The new document.
+        path: Path of both in the complete document.
+    """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(old.keys() | new.keys()):
             below = f"{path}.{key}" if path else str(key)
@@ -64,19 +70,19 @@ def leaves_that_differ(
 
 
 def changes(old: object, new: object) -> Iterator[str]:
-    """``path: old -> new`` for each leaf in which two JSON documents differ."""
+    """Yield ``path: old -> new`` for each leaf in which two JSON documents differ."""
     for path, before, after in leaves_that_differ(old, new):
         yield f"{path}: {_text(before)} -> {_text(after)}"
 
 
-def told(found: list[str]) -> str:
-    """Changes in one line, the first ten of them."""
+def join_changes(found: list[str]) -> str:
+    """Join the first ten changes in one line."""
     more = f"; and {len(found) - SHOWN_CHANGES} more" if len(found) > SHOWN_CHANGES else ""
     return "; ".join(found[:SHOWN_CHANGES]) + more
 
 
 class _Absent:
-    """Stands for a field that is not set."""
+    """Marker for a field that is not set."""
 
 
 ABSENT: Final = _Absent()
