@@ -125,8 +125,8 @@ def _judged(threshold: Threshold) -> str:
     """Select the metric's value once per optimizer step, and only where it can be compared.
 
     Left out: the first steps (lora_A has no gradient while lora_B is 0), steps with a learning rate
-    of 0 (nothing is meant to move), a value that only stands still (validation, export, a long
-    step), and NaN, which says that a step was not meant to be judged.
+    of 0 (nothing is meant to move), a value that only repeats (validation, export, a long step), and
+    NaN, which marks a step that is not evaluated.
     """
     step = metrics.STEP.name
     return (
@@ -207,8 +207,8 @@ def job_failed() -> Alert:
         hold="",
         severity="warning",
         summary=f"{_JOB} has failed: {{{{ $labels.reason }}}}",
-        description="The job will not be tried again. Its condition Failed says why and what to "
-        f"change: {_DESCRIBE}. Correct the cause in a new job, then delete this one.",
+        description="The job will not be tried again. Its condition Failed explains why and what "
+        f"to change: {_DESCRIBE}. Correct the cause in a new job, then delete this one.",
     )
 
 
@@ -226,7 +226,7 @@ def training_stalled() -> Alert:
         hold="",
         severity="warning",
         summary=f"{_JOB} has made no optimizer step for {silence}",
-        description="Training stands at optimizer step {{ $value }}, though the last step, if "
+        description="Training is at optimizer step {{ $value }}, though the last step, if "
         f"there was one, took less than a tenth of {silence} (a slow step: of ten times that). "
         "A volume or GPU that hangs is likely. See what it waits for: "
         "kubectl logs -n {{ $labels.namespace }} "

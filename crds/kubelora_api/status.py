@@ -15,7 +15,7 @@ DATE_TIME = Kube({"format": "date-time"})
 Time = Annotated[str, DATE_TIME]
 Severity = Literal["warning", "critical"]
 Verdict = Literal["Healthy", "Warning", "Critical", "Unknown"]
-# In the order in which they stand in the status.
+# In the order of the status.
 ConditionType = Literal[
     "Accepted",
     "Queued",

@@ -133,7 +133,7 @@ ACCUMULATION_ERROR: Final = Threshold(
     sentence="The sum of a window's gradients is far off: micro-batches of one sign drift in a "
     "narrow type. Set precision.accumulator to fp32.",
     reason="Random signs follow the law for every K; coherent addends grow as K instead and reach "
-    "5.8 % at K = 256, where the law says 1.9 %.",
+    "5.8 % at K = 256, where the law predicts 1.9 %.",
 )
 OPTIMIZER_STUCK: Final = Threshold(
     finding="OptimizerStuck",

@@ -127,7 +127,7 @@ def owned_by(document: JsonObject, uid: str) -> bool:
 
 
 def _waiting_explanation(status: JsonObject, waiting: JsonObject) -> Explanation | None:
-    """Explain why the pod's container is not running and what to do, as far as the status says."""
+    """Explain why the pod's container is not running and what to do, as far as the status shows."""
     reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
     if reason in _IMAGE_PULL_REASONS:
         return Explanation(

@@ -14,7 +14,7 @@ from kubelora_operator.decision.snapshot import Explanation
 
 
 def suspend_by_policy(builder: PlanBuilder, explanation: Explanation) -> PlanBuilder:
-    """Set Suspended, with a message that says how to resume."""
+    """Set Suspended, with a message on how to resume."""
     builder = builder.clear_condition(
         RESTARTING, HEALTH_POLICY_REASON, "the job waits for the user"
     )

@@ -20,7 +20,7 @@ _MOST_RESTARTS: Final = 100
 
 @dataclass(frozen=True)
 class Explanation:
-    """A CamelCase reason and a message that says what to do, as in a condition."""
+    """A CamelCase reason and a message with advice, as in a condition."""
 
     reason: str
     message: str

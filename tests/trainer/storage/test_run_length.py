@@ -96,7 +96,8 @@ def test_a_finished_run_of_more_steps_is_open_again_and_to_be_pushed_again(tmp_p
     assert (folder.run_id, folder.attempt) == (before.run_id, 2)
     assert folder.record.pushed == ""
     assert said == [
-        f"{tmp_path}: run {before.run_id} continues with another length, spec.training.steps: 6 -> 9"
+        f"{tmp_path}: run {before.run_id} continues with another length, "
+        "spec.training.steps: 6 -> 9"
     ]
     found = read_manifest(tmp_path)
     assert found is not None

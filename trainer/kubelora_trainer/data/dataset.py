@@ -46,7 +46,7 @@ class View:
     sizes: SizeConditions
 
     def shown(self) -> dict[str, object]:
-        """Return all that tells this view from others of the same sample.
+        """Return all that distinguishes this view from others of the same sample.
 
         ``sizes`` holds where ``across`` and ``down`` come to lie, in pixels.
         """

@@ -75,7 +75,7 @@ class RankMonitor:
             raise
         except RuntimeError as error:
             waited = self._clock() - begun
-            # Backends count their timeout from a little later: 0.9 tells a timeout from a failure.
+            # 0.9, because backends start to count their timeout a little later.
             raise self._ended(self.missing(), waited >= 0.9 * self._silence) from error
 
     def _ended(self, missing: Sequence[int], timed_out: bool) -> RunEndedError:

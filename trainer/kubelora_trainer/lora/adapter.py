@@ -274,5 +274,5 @@ def block_of(name: str) -> Block:
 
 
 def _plain(alpha: float) -> float:
-    """Convert a whole alpha to int, because some loaders expect an int."""
+    """Convert an integral alpha to int, because some loaders expect an int."""
     return int(alpha) if float(alpha).is_integer() else alpha

@@ -23,7 +23,7 @@ PIPELINE_PARTS = {
     "text_encoder_2": "CLIPTextModelWithProjection",
 }
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
-# Enough to tell fine-tunes of one model apart, and still milliseconds per file.
+# Enough to distinguish fine-tunes of one model, and still milliseconds per file.
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
 WANTED = "an SDXL pipeline in diffusers layout, such as stabilityai/stable-diffusion-xl-base-1.0"

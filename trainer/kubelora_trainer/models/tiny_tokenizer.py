@@ -1,7 +1,7 @@
 """CLIP's tokenizer files, built from the byte-pair merges that OpenAI published with CLIP.
 
-The vocabulary is derived, not stored: 256 bytes, the same 256 at the end of a word, one token for
-each of the 48,894 merges, and two special tokens make the 49,408 ids of SDXL's text encoders.
+The vocabulary is derived, not stored: 256 bytes, the same 256 with an end-of-word mark, one token
+for each of the 48,894 merges, and two special tokens make the 49,408 ids of SDXL's text encoders.
 """
 
 import gzip

@@ -38,7 +38,7 @@ def run_ranks(
     options: RunOptions,
     layout: NodeTopology,
     stop: StopRequest,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int:
     """Run ``job`` in the ranks of this node and return its exit code.
 
@@ -47,7 +47,7 @@ def run_ranks(
         options: Options from the command line and environment.
         layout: Ranks of the run and of this node.
         stop: The stop request.
-        tell: Called with a final message.
+        log: Called with a final message.
     """
     with TemporaryDirectory(prefix="kubelora-") as folder:
         reports = Path(folder)
@@ -55,7 +55,7 @@ def run_ranks(
         end = deciding_exit(launch(work, layout, lambda: stop.requested))
         code, sentence = exit_code_of(end), failure_sentence(end, layout.size)
         if code not in REPORTED_BY_THE_RANK:
-            tell(f"error: {sentence}")
+            log(f"error: {sentence}")
         if code == ExitCode.PEER_LOST and layout.nodes > 1:
             _let_failed_pod_end_first(stop)
         if options.termination_log is not None:
@@ -63,7 +63,7 @@ def run_ranks(
             try:
                 options.termination_log.write_bytes(report)
             except OSError as error:
-                tell(
+                log(
                     f"warning: the final report could not be written to "
                     f"{options.termination_log}: {error.strerror}"
                 )

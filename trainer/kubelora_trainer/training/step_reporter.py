@@ -39,9 +39,9 @@ PACE_STEPS = 50
 
 
 class Reporter:
-    """Takes each step's numbers and tells everyone who listens.
+    """A reporter that distributes each step's numbers.
 
-    also: called with each step's numbers (trackers). elsewhere: what is found outside the numbers,
+    also: called with each step's numbers (trackers). elsewhere: findings from outside the numbers,
     as known in a step.
     """
 
