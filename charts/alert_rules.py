@@ -125,7 +125,7 @@ def _judged(threshold: Threshold) -> str:
     """Select the metric's value once per optimizer step, and only where it can be compared.
 
     Left out: the first steps (lora_A has no gradient while lora_B is 0), steps with a learning rate
-    of 0 (nothing is meant to move), a value that only repeats (validation, export, a long step), and
+    of 0 (nothing is meant to move), a value that repeats (validation, export, a long step), and
     NaN, which marks a step that is not evaluated.
     """
     step = metrics.STEP.name
