@@ -6,7 +6,7 @@ from dataclasses import dataclass
 HEAD = """<!-- Written by `python -m tests.numerics --report`. Do not edit. -->
 # The fault benchmark: what was run
 
-What the rows mean, and where the limits come from, is told in [numerics.md](numerics.md).
+What the rows mean, and where the limits come from, is described in [numerics.md](numerics.md).
 
     {command}
 """

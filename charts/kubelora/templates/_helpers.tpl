@@ -12,7 +12,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* Labels by which the operator's pods are found; they never change. */}}
+{{/* Labels that select the operator's pods; they never change. */}}
 {{- define "kubelora.selector" -}}
 app.kubernetes.io/name: kubelora-operator
 app.kubernetes.io/instance: {{ .Release.Name | trunc 63 }}
@@ -27,7 +27,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
-{{/* A whole image reference from (dict "image" VALUES "default" TAG). */}}
+{{/* A complete image reference from (dict "image" VALUES "default" TAG). */}}
 {{- define "kubelora.image" -}}
 {{- if .image.digest -}}
 {{ .image.repository }}@{{ .image.digest }}
@@ -44,7 +44,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end }}
 
-{{/* What the operator does in every namespace with jobs: permissions.WORK of its code. */}}
+{{/* What the operator does in every namespace with jobs: WORK in kubelora_operator/kube/rbac.py. */}}
 {{- define "kubelora.workRules" -}}
 - apiGroups: [kubelora.dev]
   resources: [loratrainingjobs]
