@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kubelora_operator.kube.rbac import LEASE, WORK, Permission
+from kubelora_operator.kube.rbac import LEASE, NODES, WORK, Permission
 from tests.chart.rendering import (
     BARE,
     FULLNAME,
@@ -39,7 +39,7 @@ def needed(permissions: Iterable[Permission]) -> set[Grant]:
 def test_cluster_wide_rights_are_what_the_code_lists(helm: Helm) -> None:
     objects = helm.render({})
 
-    assert granted(one(objects, "ClusterRole")) == needed(WORK)
+    assert granted(one(objects, "ClusterRole")) == needed((*WORK, *NODES))
     assert one(objects, "ClusterRoleBinding")["roleRef"] == {
         "apiGroup": "rbac.authorization.k8s.io",
         "kind": "ClusterRole",
@@ -82,7 +82,8 @@ def test_nothing_is_granted_by_wildcard_and_nobody_reads_secrets(
         grants = granted(role)
         assert all("*" not in part for grant in grants for part in grant)
         resources = {resource.split("/")[0] for _, resource, _ in grants}
-        assert not resources & {"secrets", "serviceaccounts", "roles", "clusterroles", "nodes"}
+        assert not resources & {"secrets", "serviceaccounts", "roles", "clusterroles"}
+        assert {verb for _, resource, verb in grants if resource.startswith("nodes")} <= {"get"}
         assert not any(verb in ("escalate", "bind", "impersonate") for _, _, verb in grants)
         assert ("", "pods", "create") not in grants
         assert not any(resource in ("pods/exec", "pods/attach") for _, resource, _ in grants)

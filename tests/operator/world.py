@@ -108,15 +108,15 @@ class World:
 
     def apply(self, plan: ReconcilePlan, version: int) -> bool:
         """Carry a plan out; False where its status write was refused as stale."""
-        for doomed in plan.delete:
-            found = self.children.get(doomed.attempt)
-            if found and found.uid == doomed.uid:
-                self.delete_child(doomed.attempt)
-        if plan.status != self.status or plan.create is not None:
+        if plan.status != self.status or plan.create is not None or plan.delete:
             if version != self.version:
                 return False
             if plan.status != self.status:
                 self.status, self.version = plan.status, self.version + 1
+        for doomed in plan.delete:
+            found = self.children.get(doomed.attempt)
+            if found and found.uid == doomed.uid:
+                self.delete_child(doomed.attempt)
         if plan.create is not None:
             self.create(plan.create)
         return True

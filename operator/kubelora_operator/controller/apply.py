@@ -1,7 +1,7 @@
 """Application of a plan, in an order in which a crash between two steps does no harm.
 
-Deletes, then the single status update, then creates, then Events. The status update carries uid and
-resourceVersion, so a plan made from a stale snapshot fails there and never reaches the creates.
+The single status update, then deletes, then creates, then Events. The status update carries uid and
+resourceVersion, so a plan made from a stale snapshot fails there and neither deletes nor creates.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ _EVENT_MESSAGE_MAX: Final = 1024
 _REMEMBERED_EVENTS: Final = 1024
 _REJECTED_CODES: Final = frozenset({400, 403, 404, 409, 413, 422})
 """HTTP codes of a rejected create that the user must fix: quota, policy, an invalid template."""
-
+_REFUSED_DELETES: Final = frozenset({400, 403, 422})
+"""HTTP codes of a delete that a policy or missing rights refuse."""
 
 _Create = Callable[[JsonObject], Awaitable[JsonObject]]
 _Get = Callable[[str, str], Awaitable[JsonObject | None]]
@@ -72,14 +73,13 @@ class PlanApplier:
             ApiError: A request failed; the queue retries.
         """
         snapshot = fetched.snapshot
-        for child in plan.delete:
-            log.info("deleting Job %s", child.name)
-            await self._cluster.delete_child(snapshot.namespace, child.name, child.uid)
         document = fetched.document
-        # Update the status before a create even if nothing changed: the update's resourceVersion
-        # proves that the snapshot is current.
-        if plan.create is not None or plan.status != parse_status(document):
+        # Update the status before a delete or create even if nothing changed: the update's
+        # resourceVersion proves that the snapshot is current. The server stores nothing then.
+        acts = plan.create is not None or plan.delete or plan.force_delete
+        if acts or plan.status != parse_status(document):
             document = await self._write_status(document, plan)
+        await self._delete(snapshot, plan, now)
         rejection = None
         if plan.create is not None and fetched.job is not None:
             rejection = await self._create(fetched, plan.create)
@@ -95,6 +95,24 @@ class PlanApplier:
             if error.code in (404, 409):
                 raise StaleSnapshotError(error.message) from error
             raise
+
+    async def _delete(self, snapshot: Snapshot, plan: ReconcilePlan, now: datetime) -> None:
+        """Delete Jobs and pods; a refusal is an Event, and the queue retries."""
+        namespace = snapshot.namespace
+        requests = [
+            (f"pod {p.name} by force", self._cluster.force_delete_pod, p.name, p.uid)
+            for p in plan.force_delete
+        ] + [(f"Job {c.name}", self._cluster.delete_child, c.name, c.uid) for c in plan.delete]
+        for what, delete, name, uid in requests:
+            log.info("deleting %s", what)
+            try:
+                await delete(namespace, name, uid)
+            except ApiError as error:
+                if error.code in _REFUSED_DELETES:
+                    message = f"the API server refused to delete {what}: {error.message}"
+                    event = JobEvent("Warning", "DeleteRefused", message)
+                    await self._record_event(snapshot, event, now)
+                raise
 
     async def _create(self, fetched: FetchedJob, attempt: int) -> Explanation | None:
         """Create the attempt's objects, the Job last; existing ones are left unchanged."""

@@ -13,7 +13,7 @@ from kubelora_api.schema import JsonObject
 from kubelora_operator.attempt.manifests import DISRUPTION, attempt_in
 from kubelora_operator.controller.pod_reports import parse_termination_message
 from kubelora_operator.decision.conditions import parse_time
-from kubelora_operator.decision.snapshot import Child, Explanation, TrainerPod
+from kubelora_operator.decision.snapshot import Child, Explanation, NodeState, TrainerPod
 
 _CLAIM_MISSING: Final = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
 _IMAGE_PULL_REASONS: Final = frozenset(
@@ -96,6 +96,7 @@ def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
         address=status.get("podIP"),
         deleting="deletionTimestamp" in metadata,
         delete_by=_time(metadata.get("deletionTimestamp")),
+        node_name=_part(document, "spec").get("nodeName"),
         disrupted=_condition_with(status, DISRUPTION, "True") is not None,
         running=bool(running),
         ready=bool(container.get("ready")),
@@ -107,6 +108,23 @@ def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
         final=final,
         termination_message=message,
     )
+
+
+def node_state_from(name: str, document: JsonObject | None) -> NodeState:
+    """Convert a node, or None if it is gone, to what is to be known about a pod that does not end.
+
+    Args:
+        name: Name of the node.
+        document: The node.
+    """
+    if document is None:
+        return NodeState(True, f"its node {name} is gone")
+    conditions = _part(document, "status").get("conditions") or []
+    ready = next((c for c in conditions if c.get("type") == "Ready"), {})
+    if ready.get("status") == "True":
+        return NodeState(False, f"its node {name} is ready")
+    since = ready.get("lastTransitionTime")
+    return NodeState(True, f"its node {name} is not ready" + (f" since {since}" if since else ""))
 
 
 def warning_from(events: list[JsonObject], now: datetime) -> str | None:

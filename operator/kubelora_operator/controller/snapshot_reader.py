@@ -17,17 +17,24 @@ from kubelora_api.schema import JsonObject
 from kubelora_api.status import JobStatus
 from kubelora_operator.attempt.manifests import child_name
 from kubelora_operator.controller import pod_reports as reports
-from kubelora_operator.controller.convert import child_from, owned_by, pod_from, warning_from
+from kubelora_operator.controller.convert import (
+    child_from,
+    node_state_from,
+    owned_by,
+    pod_from,
+    warning_from,
+)
 from kubelora_operator.decision.conditions import parse_time
 from kubelora_operator.decision.snapshot import (
     Explanation,
+    NodeState,
     Snapshot,
     TrainerPod,
     Unreachable,
     blocking_pod,
     reporting_pod,
 )
-from kubelora_operator.kube.client import Cluster
+from kubelora_operator.kube.client import ApiError, Cluster
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class SnapshotReader:
             if status.attempt == 0
             else frozenset(),
         )
+        snapshot = replace(snapshot, pods=await self._with_nodes(pods, now))
         return FetchedJob(await self._with_pod_state(snapshot, now), document, job)
 
     async def _anchors(self, namespace: str, name: str, uid: str) -> frozenset[int]:
@@ -101,6 +109,27 @@ class SnapshotReader:
             if config_map is None or not owned_by(config_map, uid):
                 return frozenset(found)
             found.add(attempt)
+
+    async def _with_nodes(
+        self, pods: tuple[TrainerPod, ...], now: datetime
+    ) -> tuple[TrainerPod, ...]:
+        """Add the state of its node to each pod that should be gone."""
+        return tuple(
+            [
+                replace(p, node=await self._node_state(p.node_name))
+                if p.node_name and p.overdue(now)
+                else p
+                for p in pods
+            ]
+        )
+
+    async def _node_state(self, name: str) -> NodeState:
+        try:
+            return node_state_from(name, await self._cluster.get_node(name))
+        except ApiError as error:
+            if error.code != 403:
+                raise
+            return NodeState(None, f"the operator has no right to read its node {name}")
 
     async def _with_pod_state(self, snapshot: Snapshot, now: datetime) -> Snapshot:
         """Add the running pod's report, or the cluster's warning about one that does not start."""

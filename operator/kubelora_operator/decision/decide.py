@@ -39,6 +39,11 @@ from kubelora_operator.decision.failure import (
     restart_delay,
     run_duration,
 )
+from kubelora_operator.decision.lost_node import (
+    forced_pods,
+    lost_with_its_node,
+    report_overdue_pod,
+)
 from kubelora_operator.decision.plan import ReconcilePlan
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, set_not_running
 from kubelora_operator.decision.policy_suspension import (
@@ -58,7 +63,7 @@ from kubelora_operator.decision.trainer_end import peers_given_up
 KEPT_ATTEMPTS: Final = 3
 """Jobs of finished attempts that are kept for `kubectl describe` and `kubectl logs`."""
 _FREE_REASONS: Final = frozenset(
-    {"Disrupted", "PodDeleted", "JobDeleted", "Interrupted", HEALTH_POLICY_REASON}
+    {"Disrupted", "PodDeleted", "JobDeleted", "NodeLost", "Interrupted", HEALTH_POLICY_REASON}
 )
 _REJECTIONS: Final = frozenset({"Rejected", "NameTaken"})
 
@@ -84,9 +89,13 @@ def decide(
     if _terminal(builder.conditions):
         stale = tuple(c for c in snapshot.children if c.live and not c.deleting)
         return ReconcilePlan(
-            snapshot.status, delete=stale, requeue_after=REQUEUE_SOON if builder.live else None
+            snapshot.status,
+            delete=stale,
+            force_delete=forced_pods(snapshot, now),
+            requeue_after=REQUEUE_SOON if builder.live else None,
         )
-    return _build_plan(_decide(_set_accepted(_recover_attempt_number(builder)), poll))
+    builder = _decide(_set_accepted(_recover_attempt_number(builder)), poll)
+    return _build_plan(builder if _terminal(builder.conditions) else report_overdue_pod(builder))
 
 
 def _terminal(conditions: Conditions) -> bool:
@@ -124,6 +133,8 @@ def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:
         return _complete(builder, child)
     if child and child.state == "failed" and not builder.attempt_accounted:
         return _account_for_failure(builder, classify_failure(builder.snapshot, child))
+    if child and child.live and (lost := _lost_pod(builder, child)):
+        return _account_for_failure(builder, lost_with_its_node(lost))
     if child is None and builder.status.attempt > 0 and not builder.attempt_accounted:
         if builder.conditions.reason(SUSPENDED) != "Suspending":
             if _is_lost(builder):
@@ -144,6 +155,14 @@ def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:
     if child is None:
         return _start(builder)
     return track(builder, child, poll)
+
+
+def _lost_pod(builder: PlanBuilder, child: Child) -> TrainerPod | None:
+    """Return a pod that ends the attempt because it is about to be deleted by force, or None."""
+    if child.suspended or builder.attempt_accounted or builder.snapshot.suspend:
+        return None
+    forced = forced_pods(builder.snapshot, builder.now)
+    return next((p for p in builder.pods if p in forced), None)
 
 
 def _delete_stale_jobs(builder: PlanBuilder) -> PlanBuilder:
@@ -370,6 +389,7 @@ def _build_plan(builder: PlanBuilder) -> ReconcilePlan:
     return ReconcilePlan(
         status=status,
         delete=builder.delete,
+        force_delete=forced_pods(builder.snapshot, builder.now),
         create=builder.create,
         events=events_for_changes(builder.snapshot.status, status),
         requeue_after=builder.requeue_after,

@@ -65,6 +65,7 @@ class TrainerPod:
 
     index: Node of the attempt; the pod of index 0 reports on the run.
     delete_by: When its grace period is over, for a pod that is being deleted.
+    node_name: Name of its node, once it is scheduled.
     node: State of its node; read only when the pod should be gone but is not.
     waiting: Why its container is not running, in the cluster's words.
     since: When its container started.
@@ -81,6 +82,7 @@ class TrainerPod:
     address: str | None = None
     deleting: bool = False
     delete_by: datetime | None = None
+    node_name: str | None = None
     node: NodeState | None = None
     disrupted: bool = False
     running: bool = False
@@ -102,6 +104,10 @@ class TrainerPod:
     def writing(self) -> bool:
         """Whether its trainer may still be running and write to the output."""
         return self.live and self.exit_code is None
+
+    def overdue(self, now: datetime) -> bool:
+        """Return whether it should be gone: it was deleted and its grace period is over."""
+        return self.live and self.delete_by is not None and now >= self.delete_by
 
 
 def reporting_pod(pods: Sequence[TrainerPod]) -> TrainerPod | None:

@@ -106,6 +106,30 @@ class Cluster:
             if error.code not in (404, 409):
                 raise
 
+    async def get_node(self, name: str) -> JsonObject | None:
+        """Get a node, or None."""
+        return await self._find(_path("/api/v1", None, "nodes", name))
+
+    async def force_delete_pod(self, namespace: str, name: str, uid: str) -> None:
+        """Delete this pod without waiting for its kubelet; ignore one that is gone.
+
+        Args:
+            namespace: Its namespace.
+            name: Its name.
+            uid: Its uid: a newer pod of the same name is not deleted.
+        """
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "gracePeriodSeconds": 0,
+            "preconditions": {"uid": uid},
+        }
+        try:
+            await self._request("DELETE", _path("/api/v1", namespace, "pods", name), body)
+        except ApiError as error:
+            if error.code not in (404, 409):
+                raise
+
     async def get_config_map(self, namespace: str, name: str) -> JsonObject | None:
         """Get a ConfigMap by name, or None."""
         return await self._find(_path("/api/v1", namespace, "configmaps", name))

@@ -26,10 +26,18 @@ WORK: Final = (
     ),
     Permission("", "configmaps", ("get", "create"), "the resolved job document of an attempt"),
     Permission("", "services", ("get", "create"), "DNS names for pods on several nodes"),
-    Permission("", "pods", ("get", "list", "watch"), "a pod's state and its address"),
+    Permission(
+        "",
+        "pods",
+        ("get", "list", "watch", "delete"),
+        "a pod's state and its address; force the deletion of a pod whose node is lost",
+    ),
     Permission("", "events", ("create", "patch", "list"), "report to users; read pod warnings"),
 )
 """For every namespace with jobs: a ClusterRole, or a Role in each namespace that is served."""
+
+NODES: Final = (Permission("", "nodes", ("get",), "whether the node of a stuck pod is lost"),)
+"""Cluster-wide only: without it, a pod on a lost node is reported and left to an administrator."""
 
 LEASE: Final = (
     Permission("coordination.k8s.io", "leases", ("get", "create", "update"), "elect one leader"),
