@@ -120,7 +120,7 @@ def node_state_from(name: str, document: JsonObject | None) -> NodeState:
     if document is None:
         return NodeState(True, f"its node {name} is gone")
     conditions = _part(document, "status").get("conditions") or []
-    ready = next((c for c in conditions if c.get("type") == "Ready"), {})
+    ready: JsonObject = next((c for c in conditions if c.get("type") == "Ready"), {})
     if ready.get("status") == "True":
         return NodeState(False, f"its node {name} is ready")
     since = ready.get("lastTransitionTime")

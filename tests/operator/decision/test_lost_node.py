@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def after(seconds: int) -> datetime:
     return START + timedelta(seconds=seconds)
 
 
-def stuck(pod: TrainerPod = STUCK, **changes: object) -> Snapshot:
+def stuck(pod: TrainerPod = STUCK, **changes: Any) -> Snapshot:
     return view(pod, **({"status": RUNNING} | changes))
 
 
