@@ -1,6 +1,7 @@
 """Types used by several groups of a spec: URIs, patterns, ranks."""
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, TypeAdapter
@@ -15,6 +16,16 @@ from kubelora_api.uri import (
     is_local,
     pattern_of,
 )
+
+Use = Literal["read", "written", "uploaded"]
+
+
+@dataclass(frozen=True)
+class Location:
+    """What a job does with what a URI names; claims and mounts follow from it."""
+
+    use: Use
+
 
 FloatType = Literal["bf16", "fp32"]
 TextEncoder = Literal["text_encoder", "text_encoder_2"]
@@ -68,11 +79,10 @@ def _every_one_compiles(what: str) -> Rule:
 PatternKeys = _every_one_compiles("key")
 PatternItems = _every_one_compiles("item")
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
-InputPlace = Annotated[str, Field(min_length=1, max_length=1024), _place_rule(CLUSTER_SCHEMES)]
-OutputPlace = Annotated[str, Field(min_length=1, max_length=1024), _place_rule(("pvc",))]
-PushPlace = Annotated[
-    str, Field(min_length=1, max_length=1024), _place_rule(("s3", REPOSITORY), local=False)
-]
+_Uri = Annotated[str, Field(min_length=1, max_length=1024)]
+InputPlace = Annotated[_Uri, _place_rule(CLUSTER_SCHEMES), Location("read")]
+OutputPlace = Annotated[_Uri, _place_rule(("pvc",)), Location("written")]
+PushPlace = Annotated[_Uri, _place_rule(("s3", REPOSITORY), local=False), Location("uploaded")]
 Prompt = Annotated[str, Field(max_length=2048)]
 Rank = Annotated[int, Field(ge=1, le=1024)]
 Alpha = Annotated[float, Field(gt=0, le=65536)]

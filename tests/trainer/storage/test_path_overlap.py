@@ -32,7 +32,7 @@ def test_an_output_inside_the_data_is_refused_whatever_way_the_places_are_named(
             _apart(tmp_path, "photos/out", dataset={"uri": data})
     with pytest.raises(OutputError, match=r"is inside spec\.dataset\.extraSources\[0\]\.uri"):
         _apart(tmp_path, "photos/out", dataset={"extraSources": [{"uri": "pvc://studio/photos"}]})
-    with pytest.raises(OutputError, match="lies in"):
+    with pytest.raises(OutputError, match="is inside"):
         _apart(tmp_path, "photos", dataset={"uri": "pvc://studio/photos"})
 
 
