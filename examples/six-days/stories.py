@@ -90,7 +90,7 @@ def run(story: Story, demo: Path, output: Path) -> Told:
 
 
 def read(folder: Path) -> Told:
-    """What the run in ``folder`` left."""
+    """Read the result of the run in ``folder``."""
     factors = pq.read_table(folder / "metrics.parquet", columns=["step", "loss"]).to_pylist()
     losses = {row["step"]: row["loss"] for row in factors}
     groups: dict[tuple[str, str], list[float | None]] = {}
