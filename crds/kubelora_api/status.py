@@ -114,6 +114,13 @@ class JobStatus(StatusModel):
     attempt: int = Field(0, description="Number of the current attempt, 0 before the first one.")
     child_uid: str | None = Field(None, description="UID of the attempt's batch/v1 Job.")
     restarts: int = Field(0, description="Restarts counted against restartPolicy.maxRestarts.")
+    free_restarts: int = Field(
+        0, description="Restarts in a window of 24 h that don't count against maxRestarts."
+    )
+    free_restarts_since: Time | None = Field(None, description="When that window began.")
+    unknown_ends: int = Field(
+        0, description="Attempts in that window whose Job was gone before its outcome was known."
+    )
     start_time: Time | None = None
     completion_time: Time | None = None
     active_seconds: int | None = Field(None, description="Seconds of running over all attempts.")

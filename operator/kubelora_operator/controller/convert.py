@@ -105,6 +105,9 @@ def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
         waiting=_waiting_explanation(status, state.get("waiting") or {}),
         exit_code=ended.get("exitCode"),
         out_of_memory=ended.get("reason") == "OOMKilled",
+        verdict=Explanation(str(status["reason"]), str(status.get("message") or ""))
+        if status.get("reason")
+        else None,
         final=final,
         termination_message=message,
     )

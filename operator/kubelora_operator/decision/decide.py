@@ -30,7 +30,7 @@ from kubelora_operator.decision.conditions import (
 from kubelora_operator.decision.display_state import display_state
 from kubelora_operator.decision.events import events_for_changes
 from kubelora_operator.decision.failure import (
-    HEALTH_POLICY_REASON,
+    FREE_REASONS,
     Failure,
     RestartCost,
     classify_failure,
@@ -38,6 +38,13 @@ from kubelora_operator.decision.failure import (
     finish_time,
     restart_delay,
     run_duration,
+)
+from kubelora_operator.decision.free_restarts import (
+    budget_exceeded,
+    count_free_restart,
+    forget_free_restarts,
+    open_window,
+    suspend_by_budget,
 )
 from kubelora_operator.decision.lost_node import (
     forced_pods,
@@ -47,9 +54,9 @@ from kubelora_operator.decision.lost_node import (
 from kubelora_operator.decision.plan import ReconcilePlan
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, set_not_running
 from kubelora_operator.decision.policy_suspension import (
-    is_suspended_by_policy,
     policy_is_suspend,
     suspend_by_policy,
+    waits_for_user,
 )
 from kubelora_operator.decision.run_progress import (
     apply_final_report,
@@ -62,9 +69,6 @@ from kubelora_operator.decision.trainer_end import peers_given_up
 
 KEPT_ATTEMPTS: Final = 3
 """Jobs of finished attempts that are kept for `kubectl describe` and `kubectl logs`."""
-_FREE_REASONS: Final = frozenset(
-    {"Disrupted", "PodDeleted", "JobDeleted", "NodeLost", "Interrupted", HEALTH_POLICY_REASON}
-)
 _REJECTIONS: Final = frozenset({"Rejected", "NameTaken"})
 
 
@@ -143,12 +147,13 @@ def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:
                 name = (
                     f"{builder.snapshot.name}-{builder.snapshot.uid[:5]}-{builder.status.attempt}"
                 )
-                return _account_for_failure(builder, externally_deleted(name))
+                status = open_window(builder).status
+                return _account_for_failure(builder, externally_deleted(name, status))
         elif not builder.snapshot.suspend:
             return _start_next_attempt(builder)
     if builder.snapshot.suspend:
         return _suspend(builder)
-    if is_suspended_by_policy(builder):
+    if waits_for_user(builder):
         return builder
     if builder.attempt_accounted:
         return _start_next_attempt(builder)
@@ -241,11 +246,13 @@ def _account_for_failure(builder: PlanBuilder, failure: Failure) -> PlanBuilder:
     builder = set_not_running(
         builder, failure.explanation.reason, failure.explanation.message, ended
     )
-    builder = builder.update_status(restarts=restarts)
+    builder = count_free_restart(builder.update_status(restarts=restarts), failure)
     if builder.snapshot.suspend and not builder.live:
         return _suspend(builder)
     if failure.cost is RestartCost.SUSPENDED and policy_is_suspend(builder):
         return suspend_by_policy(builder, failure.explanation)
+    if failure.cost is RestartCost.FREE and budget_exceeded(builder):
+        return suspend_by_budget(builder, failure)
     counted = failure.cost is RestartCost.COUNTED
     cost = (
         f"restart {restarts} of {builder.snapshot.max_restarts}"
@@ -325,6 +332,8 @@ def _start_next_attempt(builder: PlanBuilder) -> PlanBuilder:
         return builder
     number = builder.status.attempt + 1
     builder = builder.update_status(attempt=number, child_uid=None)
+    if builder.conditions.is_true(SUSPENDED):
+        builder = forget_free_restarts(builder)
     builder = builder.clear_condition(SUSPENDED, "Resumed", f"attempt {number} resumes training")
     builder = builder.clear_condition(RESTARTING, "Restarted", f"attempt {number} was started")
     return _create(builder)
@@ -361,9 +370,8 @@ def _remaining_backoff(builder: PlanBuilder) -> timedelta:
     restarting = builder.conditions.get(RESTARTING)
     if restarting is None or restarting.status != "True":
         return timedelta()
-    free = restarting.reason in _FREE_REASONS
-    restarts = builder.status.restarts
-    count = builder.status.attempt - restarts if free else restarts
+    free = restarting.reason in FREE_REASONS
+    count = builder.status.free_restarts if free else builder.status.restarts
     delay = restart_delay(
         RestartCost.FREE if free else RestartCost.COUNTED, count, run_duration(builder.child)
     )

@@ -14,10 +14,12 @@ from kubelora_operator.decision.conditions import (
     SUSPENDED,
 )
 from kubelora_operator.decision.failure import HEALTH_POLICY_REASON
+from kubelora_operator.decision.free_restarts import BUDGET_REASON
 from kubelora_operator.decision.plan import JobEvent
 
 _EVENT_WHEN_TRUE: Final = (QUEUED, SUSPENDED, RESTARTING, COMPLETE, FAILED)
 _WARNING_WHEN_TRUE: Final = (RESTARTING, FAILED)
+_WARNING_REASONS: Final = (HEALTH_POLICY_REASON, BUDGET_REASON)
 _REASONS_WITHOUT_EVENT: Final = frozenset(
     {"Starting", "Finished", "Queued", "Suspended", "TrainerStarting"}
 )
@@ -34,7 +36,7 @@ def events_for_changes(old: JobStatus, new: JobStatus) -> tuple[JobEvent, ...]:
 
 
 def _is_failure(condition: Condition) -> bool:
-    kind = condition.type in _WARNING_WHEN_TRUE or condition.reason == HEALTH_POLICY_REASON
+    kind = condition.type in _WARNING_WHEN_TRUE or condition.reason in _WARNING_REASONS
     return kind and condition.type != RUNNING and condition.status == "True"
 
 

@@ -11,6 +11,8 @@ from enum import Enum
 from typing import Final
 
 from kubelora_api.names import ExitCode
+from kubelora_api.status import JobStatus
+from kubelora_operator.decision.conditions import RUNNING
 from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, TrainerPod
 
 _EXIT_CODE: Final = re.compile(r"failed with exit code (\d+)")
@@ -20,6 +22,38 @@ _FIRST_DELAY: Final = timedelta(seconds=10)
 _LONGEST_DELAY: Final = timedelta(minutes=10)
 _LONG_RUN: Final = timedelta(minutes=5)
 """An attempt that ran this long is no crash loop, so an uncounted restart need not wait."""
+
+
+JOB_DELETED: Final = "JobDeleted"
+WAITING_REASONS: Final = frozenset(
+    {
+        "Unschedulable",
+        "ImagePullFailed",
+        "ClaimNotFound",
+        "ClaimNotBound",
+        "ContainerConfigError",
+        "PodNotStarted",
+        "PodNotCreated",
+    }
+)
+"""Reasons why a pod did not run, which explain the end of an attempt better than its deletion."""
+FREE_REASONS: Final = WAITING_REASONS | {
+    "Disrupted",
+    "Interrupted",
+    JOB_DELETED,
+    "NodeFailure",
+    "NodeLost",
+    "PodDeleted",
+    HEALTH_POLICY_REASON,
+}
+"""Reasons of ends that don't count against maxRestarts."""
+_NODE_FAILURES: Final = re.compile(
+    "UnexpectedAdmissionError|OutOf.*|NodeShutdown|Shutdown|Terminated|NodeAffinity|NodeLost"
+    "|Evicted|Preempting|Preempted|TopologyAffinityError|TaintToleration|NodePorts"
+)
+"""The reasons in a pod's status with which a kubelet refuses or ends it, whatever it runs."""
+_OWN_LIMIT: Final = re.compile("exceed.* limit")
+"""In the message of an eviction: the pod used more storage than its own limit allows."""
 
 
 class RestartCost(Enum):
@@ -50,6 +84,9 @@ def classify_failure(snapshot: Snapshot, child: Child) -> Failure:
         return failure
     lost_peer = pod is not None and pod.exit_code == ExitCode.PEER_LOST
     pods = snapshot.pods_of(child.attempt) if lost_peer else (pod,)
+    by_node = next((p.verdict for p in pods if p and p.verdict), None)
+    if by_node and _NODE_FAILURES.fullmatch(by_node.reason):
+        return _ended_by_node(by_node)
     if _DISRUPTION in job_failure.message or any(p.disrupted for p in pods if p):
         return Failure(
             RestartCost.FREE,
@@ -64,11 +101,37 @@ def classify_failure(snapshot: Snapshot, child: Child) -> Failure:
             ),
         )
     if pod is None or pod.deleting:
-        return Failure(
+        return waiting_failure(snapshot.status) or Failure(
             RestartCost.FREE,
             Explanation("PodDeleted", "the pod was deleted, but not by the operator"),
         )
     return _failure_from_pod(snapshot, pod)
+
+
+def waiting_failure(status: JobStatus) -> Failure | None:
+    """Return the failure of an attempt that ended while a pod waited for something, or None.
+
+    The cause was reported while the pod was there to show it; afterwards nothing else does.
+    """
+    running = next((c for c in status.conditions if c.type == RUNNING), None)
+    if running is None or running.status == "True" or running.reason not in WAITING_REASONS:
+        return None
+    message = f"it ended before all its pods ran: {running.message}"
+    return Failure(RestartCost.FREE, Explanation(running.reason, message))
+
+
+def _ended_by_node(verdict: Explanation) -> Failure:
+    if verdict.reason == "Evicted" and _OWN_LIMIT.search(verdict.message):
+        message = (
+            f"the pod was evicted: {verdict.message.strip()} Raise the limit in podTemplate in a "
+            "new job"
+        )
+        return Failure(RestartCost.COUNTED, Explanation("StorageLimitExceeded", message))
+    detail = f": {verdict.message.strip()}" if verdict.message.strip() else ""
+    return Failure(
+        RestartCost.FREE,
+        Explanation("NodeFailure", f"the node refused or ended the pod ({verdict.reason}{detail})"),
+    )
 
 
 def _from_exit_code(code: int, pod: TrainerPod | None) -> Failure | None:
@@ -91,27 +154,35 @@ def _from_exit_code(code: int, pod: TrainerPod | None) -> Failure | None:
             return None
 
 
-def externally_deleted(child_name: str) -> Failure:
-    """Return the failure of an attempt whose Job was deleted, but not by the operator."""
-    return Failure(
-        RestartCost.FREE,
-        Explanation("JobDeleted", f"Job {child_name} was deleted, but not by the operator"),
-    )
+def externally_deleted(child_name: str, status: JobStatus) -> Failure:
+    """Return the failure of an attempt whose Job was deleted, but not by the operator.
+
+    Its outcome is unknown: it may have crashed. So only the first such end is free.
+    """
+    deleted = f"Job {child_name} was deleted, but not by the operator"
+    if waited := waiting_failure(status):
+        return waited
+    if status.unknown_ends:
+        message = f"{deleted}, and not for the first time: its outcome is unknown"
+        return Failure(RestartCost.COUNTED, Explanation("OutcomeUnknown", message))
+    return Failure(RestartCost.FREE, Explanation(JOB_DELETED, deleted))
 
 
 def restart_delay(cost: RestartCost, count: int, ran: timedelta | None) -> timedelta:
     """Return the delay before the next attempt: 10 s, 20 s, 40 s, … up to 10 minutes.
 
-    An uncounted restart does not wait after a long run, or when it is the first.
+    An uncounted restart does not wait after a long run, or when it is the first, but always if it
+    is unknown how long the attempt ran.
 
     Args:
         cost: Whether the restart is counted.
         count: Restarts of this kind so far, including this one.
         ran: How long the attempt ran; None if unknown.
     """
-    if cost is RestartCost.FREE and (count <= 1 or ran is None or ran >= _LONG_RUN):
+    known_free = cost is RestartCost.FREE and ran is not None
+    if known_free and (count <= 1 or (ran or timedelta()) >= _LONG_RUN):
         return timedelta()
-    exponent = min(max(count - (2 if cost is RestartCost.FREE else 1), 0), 16)
+    exponent = min(max(count - (2 if known_free else 1), 0), 16)
     return min(_FIRST_DELAY * (1 << exponent), _LONGEST_DELAY)
 
 
@@ -175,6 +246,8 @@ def _failure_from_pod(snapshot: Snapshot, pod: TrainerPod) -> Failure:
 
 def _peer_lost(snapshot: Snapshot, pod: TrainerPod) -> Failure:
     """Return the failure of an attempt whose remaining pods all lost a peer."""
+    if waited := waiting_failure(snapshot.status):
+        return waited
     nodes = snapshot.spec.workers.nodes if snapshot.spec else 1
     indices = {p.index for p in snapshot.pods_of(pod.attempt)}
     gone = [str(index) for index in range(nodes) if index not in indices]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kubelora_operator.decision.conditions import RESTARTING, SUSPENDED
 from kubelora_operator.decision.failure import HEALTH_POLICY_REASON
+from kubelora_operator.decision.free_restarts import BUDGET_REASON
 from kubelora_operator.decision.plan_builder import PlanBuilder
 from kubelora_operator.decision.run_progress import set_health_condition
 from kubelora_operator.decision.snapshot import Explanation
@@ -31,7 +32,7 @@ def suspend_by_policy(builder: PlanBuilder, explanation: Explanation) -> PlanBui
     )
 
 
-def is_suspended_by_policy(builder: PlanBuilder) -> bool:
+def waits_for_user(builder: PlanBuilder) -> bool:
     """Return whether the job is suspended and the user has not changed the spec since.
 
     Any change of the generation counts, because two quick changes of suspend may be seen as one.
@@ -39,9 +40,12 @@ def is_suspended_by_policy(builder: PlanBuilder) -> bool:
     suspended = builder.conditions.get(SUSPENDED)
     return (
         suspended is not None
-        and (suspended.status, suspended.reason) == ("True", HEALTH_POLICY_REASON)
+        and suspended.status == "True"
         and suspended.observed_generation == builder.snapshot.generation
-        and policy_is_suspend(builder)
+        and (
+            suspended.reason == BUDGET_REASON
+            or (suspended.reason == HEALTH_POLICY_REASON and policy_is_suspend(builder))
+        )
     )
 
 

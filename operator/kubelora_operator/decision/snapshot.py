@@ -71,6 +71,7 @@ class TrainerPod:
     since: When its container started.
     ended: When its container terminated.
     exit_code: The trainer's own, whatever the pod's phase: a sidecar may outlive the trainer.
+    verdict: The kubelet's reason and message if it refused or ended the pod, such as Evicted.
     termination_message: The termination message if it is not a final report.
     """
 
@@ -92,6 +93,7 @@ class TrainerPod:
     waiting: Explanation | None = None
     exit_code: int | None = None
     out_of_memory: bool = False
+    verdict: Explanation | None = None
     final: FinalReport | None = None
     termination_message: str = ""
 

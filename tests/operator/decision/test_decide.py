@@ -92,6 +92,7 @@ def test_what_is_not_the_jobs_fault_costs_no_restart(how: str) -> None:
             world.delete_child(1)
     world.settle()
     world.pods_end()
+    world.wait(seconds=10 if how == "job deleted" else 0)
     world.settle()
     assert (world.created, world.status.attempt, world.status.restarts) == ([1, 2], 2, 0)
 
@@ -103,6 +104,7 @@ def test_a_new_attempt_waits_until_the_pods_of_the_old_one_are_gone() -> None:
     assert world.settle().status.state == "Restarting"
     assert world.created == [1]
     world.pods_end()
+    world.wait(seconds=10)
     world.settle()
     assert world.created == [1, 2]
 

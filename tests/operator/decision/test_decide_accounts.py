@@ -239,11 +239,12 @@ def test_a_job_suspended_when_its_pod_ends_is_suspended_at_once() -> None:
 @pytest.mark.parametrize(
     ("reason", "restarts", "attempt", "seconds"),
     [
-        # free: doubles from the second end on that no counted one explains
-        ("Interrupted", 0, 1, 0),
-        ("Disrupted", 0, 2, 10),
-        ("PodDeleted", 1, 3, 10),
-        ("JobDeleted", 0, 3, 20),
+        # free: doubles from the second free end on
+        ("Interrupted", 1, 1, 0),
+        ("Disrupted", 2, 2, 10),
+        ("PodDeleted", 2, 3, 10),
+        ("NodeFailure", 3, 3, 20),
+        ("Unschedulable", 50, 50, 600),
         # counted: doubles with every restart, at most 10 minutes
         ("TrainerFailed", 1, 1, 10),
         ("OutOfMemory", 2, 5, 20),
@@ -254,7 +255,9 @@ def test_the_delay_before_the_next_attempt(
     reason: str, restarts: int, attempt: int, seconds: int
 ) -> None:
     conditions = [told("Restarting", "True", reason)]
-    status = JobStatus(attempt=attempt, restarts=restarts, conditions=conditions)
+    status = JobStatus(
+        attempt=attempt, restarts=restarts, free_restarts=restarts, conditions=conditions
+    )
     ended = Child(
         f"bottles-0b5e7-{attempt}",
         "job",
@@ -302,7 +305,7 @@ def test_a_resumed_job_does_not_wait_for_a_restart_that_is_over() -> None:
 def test_a_new_attempt_forgets_the_uid_of_the_old_ones_job() -> None:
     conditions = [told("Restarting", "True", "Interrupted")]
     status = JobStatus(attempt=1, child_uid="job-1", conditions=conditions)
-    plan = decide(make_snapshot(status=status), START)
+    plan = decide(make_snapshot(status=status), START + timedelta(seconds=10))
     assert (plan.status.attempt, plan.status.child_uid) == (2, None)
 
 

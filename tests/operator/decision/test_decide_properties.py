@@ -45,7 +45,10 @@ class History:
     def delete_a_job(self, newest: bool) -> None:
         if self.world.children:
             attempts = sorted(self.world.children)
-            self.world.delete_child(attempts[-1 if newest else 0])
+            ended = self.world.children[attempts[-1 if newest else 0]]
+            self.world.delete_child(ended.attempt)
+            # The second attempt whose outcome nobody knows counts.
+            self.failures += ended.attempt == self.world.status.attempt
 
     def flip_suspend(self) -> None:
         self.world.edit(suspend=not self.world.suspend)
