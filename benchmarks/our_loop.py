@@ -84,7 +84,7 @@ class OurLoop:
             metrics=TrainerMetrics(registry, buffers.plan),
             exporter=self._exporter,
             run_log=self._run_log,
-            progress=LineView(Console(quiet=True), 100_000, every=50),
+            progress=LineView(100_000, every=50),
             first_gradients=FirstGradients(buffers.slots, 0),
             position=self.position,
         )

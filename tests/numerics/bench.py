@@ -7,6 +7,7 @@ from the one in memory, the loop gets the parts after the injection, and what fo
 """
 
 import io
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -242,6 +243,7 @@ def continue_run(
         resume_command="",
         rank_info=rank_info,
     )
+    logging.getLogger("kubelora_trainer").addHandler(logging.NullHandler())  # faults warn a lot
     error = None
     with ExitStack() as stack:
         stack.enter_context(patch.object(inputs, "load_base_model", scene.load_base))

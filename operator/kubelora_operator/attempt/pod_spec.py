@@ -61,7 +61,10 @@ def _container(
         "name": names.TRAINER_CONTAINER,
         "image": template.image or trainer_image,
         "imagePullPolicy": template.image_pull_policy,
-        "command": ["kubelora", "train", JOB_PATH, "--metrics-port", str(names.METRICS_PORT)],
+        "command": [
+            *("kubelora", "train", JOB_PATH),
+            *("--metrics-port", str(names.METRICS_PORT), "--log-format", "json"),
+        ],
         "env": _environment(template, attempt) + _rendezvous_env(spec, child),
         "ports": _ports(spec.workers.nodes),
         "readinessProbe": {

@@ -14,6 +14,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from kubelora_api import names
+from kubelora_api.log_lines import messages_of
 from kubelora_api.report import FinalReport, RunReport
 from kubelora_operator.decision.snapshot import TrainerPod, Unreachable
 
@@ -94,7 +95,7 @@ def parse_termination_message(
     try:
         final = FinalReport.model_validate(_parse(message.encode()))
     except (ValueError, ValidationError, RecursionError):
-        return None, _printable(message)
+        return None, _printable(messages_of(message))
     if final.run_id != run_id or final.attempt != attempt:
         return None, ""
     return final.model_copy(update={"artifacts": final.artifacts[:32]}), ""

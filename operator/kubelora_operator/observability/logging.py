@@ -1,12 +1,13 @@
 """Log formats that add job and attempt to each line, as JSON or as plain text."""
 
 import contextvars
-import json
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+
+from kubelora_api.log_lines import JsonFormatter
 
 _JOB: contextvars.ContextVar[dict[str, object] | None] = contextvars.ContextVar("job", default=None)
 
@@ -28,23 +29,12 @@ def job_log_context(namespace: str, name: str, attempt: int | None = None) -> It
         _JOB.reset(token)
 
 
-class JsonFormatter(logging.Formatter):
-    """Formatter with one JSON object per line: time, level, logger, message and job."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Format the record as one line."""
-        line: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        } | (_JOB.get() or {})
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+def json_formatter() -> JsonFormatter:
+    """Return a formatter of JSON lines with the job of the current context."""
+    return JsonFormatter(lambda: _JOB.get() or {})
 
 
-class PlainFormatter(logging.Formatter):
+class TerminalFormatter(logging.Formatter):
     """Formatter for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -61,7 +51,7 @@ class PlainFormatter(logging.Formatter):
 def configure(format_name: str, level: str) -> None:
     """Send all logs to stderr, and of kopf's only the warnings."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if format_name == "json" else PlainFormatter())
+    handler.setFormatter(json_formatter() if format_name == "json" else TerminalFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("kopf", "aiohttp.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

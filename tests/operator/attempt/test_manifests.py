@@ -46,7 +46,10 @@ POD = {
             "name": "trainer",
             "image": "trainer:1",
             "imagePullPolicy": "IfNotPresent",
-            "command": ["kubelora", "train", "/kubelora/job/job.json", "--metrics-port", "9464"],
+            "command": [
+                *("kubelora", "train", "/kubelora/job/job.json"),
+                *("--metrics-port", "9464", "--log-format", "json"),
+            ],
             "env": [
                 {"name": "KUBELORA_ATTEMPT", "value": "2"},
                 {"name": "KUBELORA_TERMINATION_LOG", "value": "/dev/termination-log"},

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kubelora_api.metrics import OPERATOR_METRICS
 from kubelora_api.status import Condition, JobStatus, Progress
-from kubelora_operator.observability.logging import JsonFormatter, job_log_context
+from kubelora_operator.observability.logging import job_log_context, json_formatter
 from kubelora_operator.observability.metrics import OperatorMetrics
 
 KEY = ("studio", "bottles")
@@ -51,7 +51,7 @@ def test_a_jobs_series_follow_its_state_and_go_with_it() -> None:
 def test_a_log_line_is_json_and_names_job_and_attempt() -> None:
     record = logging.LogRecord("x", logging.INFO, "", 1, "said %s", ("it",), None)
     with job_log_context("studio", "bottles", 2):
-        line = json.loads(JsonFormatter().format(record))
+        line = json.loads(json_formatter().format(record))
     assert (line["namespace"], line["name"], line["attempt"]) == ("studio", "bottles", 2)
     assert (line["message"], line["level"]) == ("said it", "info")
-    assert "attempt" not in json.loads(JsonFormatter().format(record))
+    assert "attempt" not in json.loads(json_formatter().format(record))

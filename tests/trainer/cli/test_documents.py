@@ -1,10 +1,14 @@
 """What the pages promise is there: tests that are named, fields that are named, links."""
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 import yaml
+
+from kubelora_api.names import ExitCode
+from kubelora_trainer.cli.main import EPILOG
 
 ROOT = Path(__file__).parents[3]
 CRD = ROOT / "crds" / "kubelora.dev_loratrainingjobs.yaml"
@@ -74,3 +78,13 @@ def anchors(page: Path) -> set[str]:
     """The headings' anchors as they are made on the web: lower case, spaces to dashes."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_readme_and_help_list_every_exit_code_of_the_contract() -> None:
+    codes = {int(code) for code in ExitCode}
+    table = (ROOT / "README.md").read_text().partition("| exit code |")[2].partition("\n\n")[0]
+    assert {int(n) for n in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == codes
+    listed = {
+        int(n) for n in re.findall(r"(?:: |, |,\n)(\d+)\s", EPILOG.partition("Exit codes")[2])
+    }
+    assert listed == codes | {128 + signal.SIGINT}  # a second Ctrl-C

@@ -44,9 +44,11 @@ def train(demo: DemoPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> T
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "out").mkdir()
 
-    def run(*settings: str, mounts: dict[str, Path] | None = None) -> Result:
+    def run(
+        *settings: str, mounts: dict[str, Path] | None = None, log_format: str = "plain"
+    ) -> Result:
         folders = {"model": demo.model, "data": demo.photos, "output": tmp_path / "out"}
-        arguments = ["train", str(tmp_path / "job.yaml")]
+        arguments = ["train", str(tmp_path / "job.yaml"), "--log-format", log_format]
         for setting in settings:
             arguments += ["--set", setting]
         for claim, folder in (folders | (mounts or {})).items():
@@ -97,6 +99,26 @@ def test_a_run_ends_with_everything_that_its_summary_names(train: Train, tmp_pat
     other = train("spec.training.seed=9")
     assert other.exit_code == 2
     assert "replaceExisting" in other.output
+
+
+def test_every_line_of_a_pods_log_is_json(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("KUBELORA_ATTEMPT", "4")
+    done = train(log_format="json")
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in done.output.splitlines()]
+    assert {(line["rank"], line["attempt"]) for line in lines} == {(0, 4)}
+    assert any(line["message"].startswith("step=3/3 loss=") for line in lines)
+    assert lines[-1]["level"] == "info"
+
+    wrong = train("spec.training.seed=9", log_format="json")
+    assert wrong.exit_code == 2
+    assert wrong.stderr.count("\n") == 1
+    error = json.loads(wrong.stderr)
+    assert (error["level"], error["attempt"]) == ("error", 4)
+    assert "replaceExisting" in error["message"]
 
 
 def test_default_precision_is_healthy_and_lossy_settings_lose_updates(train: Train) -> None:

@@ -28,6 +28,7 @@ from kubelora_trainer.utils.errors import (
     NumericalError,
     PeerLostError,
 )
+from kubelora_trainer.utils.logs import configure_logging
 from kubelora_trainer.utils.signals import StopRequest
 from tests.tiers.skips import not_applicable
 from tests.trainer.fixtures.processes import ended_by
@@ -75,6 +76,7 @@ def test_what_is_said_of_a_rank_that_was_killed() -> None:
 
 
 def _end_as(codes: list[type[Exception] | None], rank_info: RankInfo, stop: StopRequest) -> None:
+    configure_logging("plain", rank=rank_info.rank, world_size=rank_info.size)
     kind = codes[rank_info.rank]
     if kind is not None:
         raise kind("for a reason")

@@ -4,12 +4,15 @@ Slow libraries are imported inside the commands that need them, so that `--help`
 instant. Every expected failure is one message on standard error and a documented exit code.
 """
 
+import logging
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +24,11 @@ from kubelora_trainer.utils.errors import ConfigurationError, RunEndedError
 from kubelora_trainer.utils.paths import expand_home
 from kubelora_trainer.utils.signals import StopRequest
 
+if TYPE_CHECKING:
+    from kubelora_trainer.utils.logs import LogFormat
+
+logger = logging.getLogger(__name__)
+
 EPILOG = """\b
 Examples:
   kubelora demo runs/demo --layout small
@@ -28,9 +36,10 @@ Examples:
   kubelora validate job.yaml
 
 \b
-Exit codes: 0 done, 2 wrong configuration or data, 3 numerical failure,
-75 interrupted after a checkpoint, 130 stopped at once by a second Ctrl-C;
-anything else is an unexpected failure.
+Exit codes: 0 done, 1 unexpected error, 2 wrong configuration, model, data or
+output, 3 numerical failure, 4 another rank was lost, 5 suspended by
+health.policy, 75 interrupted after a checkpoint, 130 stopped at once by a
+second Ctrl-C.
 """
 
 
@@ -81,8 +90,19 @@ Examples:
     help=f"Port of /metrics, /status and /healthz. Default: {names.METRICS_PORT} in a pod, "
     "a free one elsewhere.",
 )
+@click.option(
+    "--log-format",
+    type=click.Choice(["plain", "json"]),
+    default="plain",
+    show_default=True,
+    help="json: one object per line, with time, level, rank and attempt. The operator sets it.",
+)
 def train_command(
-    file: str, settings: tuple[str, ...], mounts: tuple[str, ...], metrics_port: int | None
+    file: str,
+    settings: tuple[str, ...],
+    mounts: tuple[str, ...],
+    metrics_port: int | None,
+    log_format: "LogFormat",
 ) -> None:
     """Train the LoraTrainingJob in FILE (- for standard input) on this machine.
 
@@ -91,38 +111,53 @@ def train_command(
     """
     stop = StopRequest()
     stop.install()
-    from kubelora_trainer.cli.job_file import load_job
+    from kubelora_trainer.utils.logs import configure_logging, redirect_library_logs
 
-    folders = parse_mounts(mounts)
-    job = load_job(file, settings)
-    for sentence in unused_mounts(folders, job):
-        click.echo(f"warning: {sentence}", err=True)
+    attempt = parse_attempt(os.environ.get(names.ENV_ATTEMPT))
+    console = configure_logging(log_format, attempt=attempt)
+    with _logged_failure():
+        from kubelora_trainer.cli.job_file import load_job
 
-    from kubelora_trainer.distributed.topology import node_topology
-    from kubelora_trainer.training.context import RunOptions
+        folders = parse_mounts(mounts)
+        job = load_job(file, settings)
+        for sentence in unused_mounts(folders, job):
+            logger.warning(sentence)
 
-    termination_log = os.environ.get(names.ENV_TERMINATION_LOG)
-    options = RunOptions(
-        mounts=folders,
-        metrics_port=metrics_port,
-        attempt=parse_attempt(os.environ.get(names.ENV_ATTEMPT)),
-        termination_log=Path(termination_log) if termination_log else None,
-        resume_command=shlex.join(["kubelora", *sys.argv[1:]]),
-    )
-    layout = node_topology(job.spec.workers, os.environ)
-    if layout.size > 1:
-        from kubelora_trainer.training.run_ranks import run_ranks
+        from kubelora_trainer.distributed.topology import node_topology
+        from kubelora_trainer.training.context import RunOptions
 
-        code = run_ranks(job, options, layout, stop, lambda line: click.echo(line, err=True))
-        click.get_current_context().exit(code)
-    from kubelora_trainer.utils.third_party import import_heavy_libraries
+        termination_log = os.environ.get(names.ENV_TERMINATION_LOG)
+        options = RunOptions(
+            mounts=folders,
+            metrics_port=metrics_port,
+            attempt=attempt,
+            termination_log=Path(termination_log) if termination_log else None,
+            resume_command=shlex.join(["kubelora", *sys.argv[1:]]),
+            log_format=log_format,
+        )
+        layout = node_topology(job.spec.workers, os.environ)
+        if layout.size > 1:
+            from kubelora_trainer.training.run_ranks import run_ranks
 
-    import_heavy_libraries()
-    from rich.console import Console
+            configure_logging(log_format, rank=None, attempt=attempt)
+            click.get_current_context().exit(run_ranks(job, options, layout, stop))
+        from kubelora_trainer.utils.third_party import import_heavy_libraries
 
-    from kubelora_trainer.training.run import run_job
+        import_heavy_libraries()
+        redirect_library_logs()
+        from kubelora_trainer.training.run import run_job
 
-    run_job(job, options, stop, Console())
+        run_job(job, options, stop, console)
+
+
+@contextmanager
+def _logged_failure() -> Iterator[None]:
+    """Log a foreseen failure in the format of all other lines and exit with its code."""
+    try:
+        yield
+    except RunEndedError as ended:
+        logger.error("%s", ended)
+        click.get_current_context().exit(int(ended.exit_code))
 
 
 @main.command(

@@ -5,11 +5,11 @@ Here exit codes are an interface, and a rank that is writing a checkpoint gets t
 torch starts the processes, and this module supervises them (decision 0009).
 """
 
+import logging
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -23,6 +23,8 @@ from kubelora_trainer.distributed.rendezvous import build_store, listen_for_rank
 from kubelora_trainer.distributed.topology import NodeTopology, RankInfo, rank_info_of
 from kubelora_trainer.utils.errors import RunEndedError
 from kubelora_trainer.utils.signals import RankStopRequest
+
+logger = logging.getLogger(__name__)
 
 PEER_GRACE_SECONDS: Final = 15.0
 """Time for ranks to notice by themselves that another one has failed, and to report it."""
@@ -175,9 +177,9 @@ def _rank(local_rank: int, work: RankFunction, layout: NodeTopology, port: int) 
         code = ended.exit_code
         reported = ended.alike or ended.reported_elsewhere or code == ExitCode.INTERRUPTED
         if rank_info.local_rank == 0 or not reported:
-            print(f"rank {rank_info.rank}: error: {ended}", file=sys.stderr)
+            logger.error("%s", ended)
     except Exception:
-        traceback.print_exc()
+        logger.exception("unexpected error")
         code = ExitCode.INTERNAL
     sys.stdout.flush()
     sys.stderr.flush()

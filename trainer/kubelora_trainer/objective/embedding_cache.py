@@ -5,6 +5,7 @@ file's bytes and the view of it, or the caption; the model's weights bit by bit,
 library versions; and every other field that declares an effect on pixels or text.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,6 +19,8 @@ from kubelora_api.spec import JobSpec
 from kubelora_trainer.data.dataset import ImageDataset, View
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.tensor_store import TensorStore, key_of, module_digest
+
+logger = logging.getLogger(__name__)
 
 CACHE_FORMAT = 4
 """Increment it when the code that prepares images or text changes its output."""
@@ -134,7 +137,7 @@ def build_cache(
     Returns:
         The caches of latents and of text; None for one that would be empty.
     """
-    store = TensorStore(folder, lambda sentence: say(f"warning: {sentence}"))
+    store = TensorStore(folder, logger.warning)
     if not store.writable:
         say(
             f"cache: {folder} is read-only here; existing entries are used, the rest is computed "

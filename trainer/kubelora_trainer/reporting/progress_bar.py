@@ -1,5 +1,6 @@
 """Progress in the terminal: a bar, or occasional lines."""
 
+import logging
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -15,6 +16,8 @@ from rich.progress import (
 
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
 from kubelora_trainer.utils.text import duration_text
+
+logger = logging.getLogger(__name__)
 
 
 class ProgressView(Protocol):
@@ -37,13 +40,13 @@ def build_progress(console: Console, total_steps: int, done: int) -> ProgressVie
     """Build a bar on a terminal; otherwise lines, at least 20 per run and one per 50 steps.
 
     Args:
-        console: Where to print.
+        console: Console of the progress bar.
         total_steps: Optimizer steps of the run.
         done: Optimizer steps already done.
     """
     if console.is_terminal:
         return BarView(console, total_steps, done)
-    return LineView(console, total_steps, every=max(1, min(50, total_steps // 20)))
+    return LineView(total_steps, every=max(1, min(50, total_steps // 20)))
 
 
 class BarView:
@@ -85,8 +88,8 @@ class BarView:
 class LineView:
     """One line per ``every`` steps, and for the last step."""
 
-    def __init__(self, console: Console, total_steps: int, every: int) -> None:
-        self._console, self._total, self._every = console, total_steps, every
+    def __init__(self, total_steps: int, every: int) -> None:
+        self._total, self._every = total_steps, every
 
     def __enter__(self) -> Self:
         return self
@@ -103,10 +106,7 @@ class LineView:
         if numbers.step % self._every and numbers.step != self._total:
             return
         left = "" if seconds_left is None else f" eta={duration_text(seconds_left)}"
-        self._console.print(
+        logger.info(
             f"step={numbers.step}/{self._total} loss={numbers.loss:.4f} "
-            f"grad_norm={numbers.grad_norm:.4g} lr={numbers.learning_rate:.3g}{left}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+            f"grad_norm={numbers.grad_norm:.4g} lr={numbers.learning_rate:.3g}{left}"
         )

@@ -1,5 +1,6 @@
 """Context that the parts of a run share: the job, its environment, and its output to the user."""
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +12,14 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_api.status import Artifact
 from kubelora_trainer.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from kubelora_trainer.distributed.topology import SINGLE_RANK, RankInfo
+from kubelora_trainer.optim.precision import plan_precision
 from kubelora_trainer.reporting.prometheus import Exporter
 from kubelora_trainer.reporting.trackers import TrackerSet
 from kubelora_trainer.storage.output_dir import OutputFolder
+from kubelora_trainer.utils.logs import LogFormat
 from kubelora_trainer.utils.signals import StopRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class RunOptions:
     termination_log: Path | None
     resume_command: str
     rank_info: RankInfo = SINGLE_RANK
+    log_format: LogFormat = "plain"
 
     @property
     def in_pod(self) -> bool:
@@ -53,6 +59,7 @@ class Run:
         self, job: LoraTrainingJob, options: RunOptions, stop: StopRequest, console: Console
     ) -> None:
         self.job, self.options, self.stop, self.console = job, options, stop, console
+        self.precision = plan_precision(job.spec.precision)
         self.begun = time.monotonic()
         self.folder: OutputFolder | None = None
         self.exporter: Exporter | None = None
@@ -65,17 +72,11 @@ class Run:
         """True on rank 0, which alone writes files."""
         return self.options.rank_info.rank == 0
 
-    def say(self, sentence: str) -> None:
-        """Print one line for the user or the pod's log."""
-        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-
     def warn(self, sentence: str) -> None:
-        """Print a warning."""
-        self.say(f"warning: {sentence}")
+        """Log, on rank 0 alone, a warning that concerns all ranks."""
+        if self.first:
+            logger.warning(sentence)
 
     def warn_alone(self, sentence: str) -> None:
-        """Print a warning that may concern only this rank, even if it is not rank 0."""
-        if self.first:
-            self.warn(sentence)
-        else:
-            print(f"warning: rank {self.options.rank_info.rank}: {sentence}", flush=True)
+        """Log a warning that may concern only this rank, even if it is not rank 0."""
+        logger.warning(sentence)

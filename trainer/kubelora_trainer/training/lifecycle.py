@@ -5,6 +5,7 @@ original error.
 """
 
 import hashlib
+import logging
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from kubelora_trainer.reporting.prometheus import Exporter
 from kubelora_trainer.storage.output_dir import OutputFolder, RunState, run_id_of
 from kubelora_trainer.training.context import Run
 from kubelora_trainer.utils.errors import ConfigurationError, OutputError
+
+logger = logging.getLogger(__name__)
 
 
 def first_report(folder: OutputFolder) -> RunReport:
@@ -54,7 +57,7 @@ def serve_metrics(run: Run, folder: OutputFolder, registry: CollectorRegistry) -
         ) from error
     if port not in (0, exporter.port):
         run.warn(f"port {port} is taken, so metrics are on port {exporter.port}")
-    run.say(f"metrics: http://localhost:{exporter.port}/metrics")
+    logger.info(f"metrics: http://localhost:{exporter.port}/metrics")
     return exporter
 
 
@@ -103,7 +106,7 @@ def _wait_for_last_scrape(run: Run, exporter: Exporter, code: ExitCode) -> None:
     if torch.cuda.is_initialized():  # other processes may need the memory while this one waits
         torch.cuda.empty_cache()
     if exporter.last_scrape_budget() > 0 and not run.stop.requested:
-        run.say("waiting for Prometheus to scrape the final values")
+        logger.info("waiting for Prometheus to scrape the final values")
         exporter.wait_for_scrape(lambda: run.stop.requested)
     exporter.close()
 

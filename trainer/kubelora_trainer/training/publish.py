@@ -1,5 +1,6 @@
 """Publication of the finished adapter: export, verification, sample images and upload."""
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
@@ -21,6 +22,8 @@ from kubelora_trainer.models.sample_images import draw_samples
 from kubelora_trainer.storage.output_dir import OutputFolder, artifact_of
 from kubelora_trainer.training.context import Run
 from kubelora_trainer.training.setup import TrainingInputs
+
+logger = logging.getLogger(__name__)
 
 
 def export_adapter(
@@ -125,4 +128,4 @@ def upload_adapter(run: Run, folder: OutputFolder, artifacts: list[Artifact]) ->
         push(folder, uri)
         folder.record = folder.record.model_copy(update={"pushed": uri})
         folder.write_manifest("Done", artifacts=artifacts)
-        run.say(f"uploaded: the adapter is at {uri}")
+        logger.info(f"uploaded: the adapter is at {uri}")

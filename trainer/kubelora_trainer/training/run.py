@@ -4,6 +4,7 @@
 every way to end leaves a manifest, a report and a message.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +22,6 @@ from kubelora_trainer.health.baseline import reset_comparison
 from kubelora_trainer.health.quantities import facts_of
 from kubelora_trainer.health.startup_checks import FirstGradients
 from kubelora_trainer.optim.lr_schedule import steps_that_moved
-from kubelora_trainer.optim.precision import plan_precision
 from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import build_progress
 from kubelora_trainer.reporting.prometheus import Board, Exporter
@@ -59,6 +59,8 @@ from kubelora_trainer.utils.errors import (
 from kubelora_trainer.utils.progress_log import log_progress
 from kubelora_trainer.utils.signals import StopRequest
 
+logger = logging.getLogger(__name__)
+
 
 def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, console: Console) -> None:
     """Run ``job`` to its end.
@@ -67,7 +69,7 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
         job: The job.
         options: Options from the command line and environment.
         stop: The stop request.
-        console: Where to print.
+        console: Console of the progress bar.
 
     Raises:
         RunEndedError: The run failed or was stopped; raised after it was recorded and reported.
@@ -101,7 +103,7 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
         return _already_done(run, place, claimed)
     run.folder = claimed
     registry = CollectorRegistry()
-    metrics = TrainerMetrics(registry, plan_precision(run.job.spec.precision))
+    metrics = TrainerMetrics(registry, run.precision)
     board: Exporter | Board = Board(first_report(claimed))
     if run.options.rank_info.local_rank == 0:
         board = run.exporter = serve_metrics(run, claimed, registry)
@@ -109,7 +111,7 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
         run.job.spec,
         run.options.mounts,
         claimed,
-        run.say,
+        logger.info,
         stop=lambda: run.stop.requested,
         at_once=run.stop.at_once,
         rank_info=run.options.rank_info,
@@ -117,7 +119,7 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
     exit_code = ExitCode.INTERNAL
     try:
         inputs.objective.fill_cache(
-            lambda: run.stop.requested, log_progress("cache: entries checked", run.say)
+            lambda: run.stop.requested, log_progress("cache: entries checked", logger.info)
         )
         run.process_group.all_gather_object(None)  # barrier: every rank's part is cached
         done = _train_and_export(run, claimed, metrics, board, inputs)
@@ -137,9 +139,9 @@ def _already_done(run: Run, place: Path, manifest: Manifest) -> tuple[str, list[
     """Train nothing, but retry an upload that failed in an earlier attempt."""
     name = run.job.metadata.name
     if not run.first or run.job.spec.output.push in (None, manifest.record.pushed):
-        run.say(f"{name}: already done, see {place}; nothing to do")
+        logger.info(f"{name}: already done, see {place}; nothing to do")
     else:
-        run.say(f"{name}: already done, see {place}")
+        logger.info(f"{name}: already done, see {place}")
         attempt = max(manifest.attempt, run.options.attempt or 0)
         run.folder = OutputFolder(place, run.job, manifest.run_id, attempt, manifest.record)
         upload_adapter(run, run.folder, manifest.artifacts)
@@ -219,7 +221,7 @@ def _train_and_export(
     if log.exists():  # a crash may have damaged all of it
         artifacts.append(artifact_of(folder, log))
     folder.write_manifest("Done", artifacts=artifacts)
-    run.say("\n" + summary_text(_summary(session, position.step, exporter.report.loss, log)))
+    logger.info("\n" + summary_text(_summary(session, position.step, exporter.report.loss, log)))
     with suppress(PeerLostError):  # all is written: a rank that is gone no longer matters
         run.process_group.broadcast_object(None)
     upload_adapter(run, folder, artifacts)

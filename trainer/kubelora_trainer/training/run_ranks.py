@@ -4,14 +4,12 @@ Each rank writes its final report to a directory of the launcher; the deciding r
 the pod's termination message.
 """
 
+import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-from rich.console import Console
 
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import ExitCode
@@ -27,7 +25,10 @@ from kubelora_trainer.distributed.launcher import (
 from kubelora_trainer.distributed.topology import NodeTopology, RankInfo
 from kubelora_trainer.storage.output_dir import run_id_of
 from kubelora_trainer.training.context import RunOptions
+from kubelora_trainer.utils.logs import configure_logging, redirect_library_logs
 from kubelora_trainer.utils.signals import StopRequest
+
+logger = logging.getLogger(__name__)
 
 REPORTED_BY_THE_RANK = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.HELD)
 """Exit codes that rank 0's own message fully explains."""
@@ -38,7 +39,6 @@ def run_ranks(
     options: RunOptions,
     layout: NodeTopology,
     stop: StopRequest,
-    log: Callable[[str], None],
 ) -> int:
     """Run ``job`` in the ranks of this node and return its exit code.
 
@@ -47,15 +47,20 @@ def run_ranks(
         options: Options from the command line and environment.
         layout: Ranks of the run and of this node.
         stop: The stop request.
-        log: Called with a final message.
     """
+    if layout.node > 0:
+        logger.info(
+            "rank %d of %d trains with rank 0, whose pod reports for the run",
+            layout.node * layout.ranks_per_node,
+            layout.size,
+        )
     with TemporaryDirectory(prefix="kubelora-") as folder:
         reports = Path(folder)
         work = partial(run_rank, job, options, reports)
         end = deciding_exit(launch(work, layout, lambda: stop.requested))
         code, sentence = exit_code_of(end), failure_sentence(end, layout.size)
         if code not in REPORTED_BY_THE_RANK:
-            log(f"error: {sentence}")
+            logger.error(sentence)
         if code == ExitCode.PEER_LOST and layout.nodes > 1:
             _let_failed_pod_end_first(stop)
         if options.termination_log is not None:
@@ -63,9 +68,10 @@ def run_ranks(
             try:
                 options.termination_log.write_bytes(report)
             except OSError as error:
-                log(
-                    f"warning: the final report could not be written to "
-                    f"{options.termination_log}: {error.strerror}"
+                logger.warning(
+                    "the final report could not be written to %s: %s",
+                    options.termination_log,
+                    error.strerror,
                 )
     return code
 
@@ -83,7 +89,7 @@ def _let_failed_pod_end_first(stop: StopRequest) -> None:
 def run_rank(
     job: LoraTrainingJob, options: RunOptions, reports: Path, rank_info: RankInfo, stop: StopRequest
 ) -> None:
-    """Run one rank. Only rank 0 prints; each rank writes its final report to ``reports``.
+    """Run one rank, which writes its final report to ``reports``. Ranks above 0 log only warnings.
 
     Args:
         job: The job.
@@ -92,18 +98,20 @@ def run_rank(
         rank_info: This rank.
         stop: The stop request.
     """
-    if rank_info.rank != 0 and rank_info.local_rank == 0:
-        print(
-            f"rank {rank_info.rank} of {rank_info.size} trains with rank 0, "
-            "whose pod reports for the run"
-        )
+    console = configure_logging(
+        options.log_format,
+        rank=rank_info.rank,
+        world_size=rank_info.size,
+        attempt=options.attempt,
+    )
     from kubelora_trainer.utils.third_party import import_heavy_libraries
 
     import_heavy_libraries()  # here, because the launcher does not need them
+    redirect_library_logs()
     from kubelora_trainer.training.run import run_job
 
     own = replace(options, rank_info=rank_info, termination_log=reports / f"{rank_info.rank}.json")
-    run_job(job, own, stop, Console(quiet=rank_info.rank != 0))
+    run_job(job, own, stop, console)
 
 
 def final_report(

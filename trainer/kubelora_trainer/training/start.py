@@ -1,5 +1,7 @@
 """The start of a run: baseline, resuming, and start-up checks."""
 
+import logging
+
 import torch
 
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint
@@ -17,6 +19,8 @@ from kubelora_trainer.training.rank_sync import resume_on_all_ranks
 from kubelora_trainer.training.setup import TrainingInputs
 from kubelora_trainer.training.train_state import TrainState
 from kubelora_trainer.utils.errors import StorageError
+
+logger = logging.getLogger(__name__)
 
 
 def load_baseline_for_run(
@@ -44,7 +48,7 @@ def load_baseline_for_run(
         document = run.job.document()
         baseline = load_baseline(uri, place, document, installed_versions(), digest, total_steps)
         for line in baseline.told():
-            run.say(line)
+            logger.info(line)
     folder.record = folder.record.model_copy(
         update={
             "total_steps": total_steps,
@@ -77,8 +81,8 @@ def start_or_resume(
     further = {"optimizer state": state.optimizer.state_bytes}
     if state.average:
         further["average"] = 4 * buffers.numel
-    run.say(f"contract: {check_dtypes(buffers, state.optimizer)}")
-    run.say(f"memory of the adapter: {describe_memory(buffers.copy_bytes() | further)}")
+    logger.info(f"contract: {check_dtypes(buffers, state.optimizer)}")
+    logger.info(f"memory of the adapter: {describe_memory(buffers.copy_bytes() | further)}")
     rate = rate_warning(run.job.spec.training)
     for sentence in [*lossy_warnings(buffers.plan), *([rate] if rate else [])]:
         run.warn(sentence)
@@ -86,16 +90,16 @@ def start_or_resume(
         run.warn(NO_KOHYA_FILE)
     if resumed is None:
         if folder.record.total_steps is not None:  # an earlier attempt came as far as training
-            run.say("no checkpoint of this run is left, so it restarts at its first step")
+            logger.info("no checkpoint of this run is left, so it restarts at its first step")
         if not run.job.spec.adapter.from_:
             check_fresh_adapter(buffers, inputs.modules)
-            run.say("contract: a fresh adapter, |B·A| = 0")
+            logger.info("contract: a fresh adapter, |B·A| = 0")
         no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
         return RunPosition(window_loss=no_loss), None
     position, saved = resumed
     held = check_resumed(state.optimizer, position.step, state.skipped_steps)
-    run.say(f"contract: {held}")
+    logger.info(f"contract: {held}")
     run.stop.saved(position.step)
-    run.say(f"resuming from {saved.path} at step {position.step}")
+    logger.info(f"resuming from {saved.path} at step {position.step}")
     folder.record = folder.record.model_copy(update={"rollback": position.rollback})
     return position, saved

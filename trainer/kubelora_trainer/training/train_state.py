@@ -1,5 +1,6 @@
 """Train state: the adapter in its buffers, and everything else that a checkpoint saves."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,6 @@ from kubelora_trainer.optim.ema import ExponentialMovingAverage, build_ema
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.loss_scaler import LossScaler
 from kubelora_trainer.optim.param_groups import rate_scales
-from kubelora_trainer.optim.precision import plan_precision
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.telemetry.category_losses import CategoryLosses
 from kubelora_trainer.telemetry.gradient_dump import GradientDump
@@ -19,6 +19,8 @@ from kubelora_trainer.training.compile import compile_if_gradients_match
 from kubelora_trainer.training.context import Run
 from kubelora_trainer.training.setup import TrainingInputs
 from kubelora_trainer.utils.stateful import Stateful
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,14 @@ class TrainState:
 
 def build_train_state(run: Run, inputs: TrainingInputs) -> TrainState:
     """Lay out the adapter in its buffers, and build optimizer, average, scaler and telemetry."""
-    training, precision = run.job.spec.training, plan_precision(run.job.spec.precision)
+    training, precision = run.job.spec.training, run.precision
     device = inputs.base.device
     categories = CategoryLosses([s.category for s in inputs.dataset.samples], device)
     tail = run.process_group.tail_elements(categories.sums.numel())
     buffers = AdapterBuffers(inputs.factors, precision, tail)
     if training.compile:
         compile_if_gradients_match(
-            inputs.objective, buffers, run.say, run.warn, process_group=run.process_group
+            inputs.objective, buffers, logger.info, run.warn, process_group=run.process_group
         )
     scales = rate_scales(buffers.slots, training)
     optimizer = build_optimizer(buffers, training.optimizer, scales)
