@@ -10,7 +10,7 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.storage.input_fingerprints import assert_same_inputs
+from kubelora_trainer.storage.input_fingerprints import check_same_inputs
 from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.training.hooks import RunHooks
 from kubelora_trainer.utils.errors import OutputError
@@ -87,6 +87,6 @@ def test_without_a_checkpoint_a_run_begins_anew_with_what_is_there(
 
 def test_what_an_earlier_version_did_not_record_is_not_compared() -> None:
     now = RunRecord(dataset_sha256="a", dataset_images=3, model_sha256="b")
-    assert_same_inputs(RunRecord(), now, "data", "model")
+    check_same_inputs(RunRecord(), now, "data", "model")
     with pytest.raises(OutputError, match=r"data in data .* and the base model in model"):
-        assert_same_inputs(RunRecord(dataset_sha256="x", model_sha256="y"), now, "data", "model")
+        check_same_inputs(RunRecord(dataset_sha256="x", model_sha256="y"), now, "data", "model")

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.storage.path_overlap import assert_apart
+from kubelora_trainer.storage.path_overlap import check_paths_disjoint
 from kubelora_trainer.utils.errors import OutputError
 from tests.trainer.fixtures.jobs import job_spec
 from tests.trainer.integration.test_interruption import arguments, in_this_process
@@ -19,7 +19,7 @@ def _apart(folder: Path, place: str, /, **groups: Mapping[str, object]) -> None:
     for group, fields in groups.items():
         document[group].update(fields)
     spec = type(job_spec()).model_validate(document)
-    assert_apart(spec, {"studio": folder}, folder / place)
+    check_paths_disjoint(spec, {"studio": folder}, folder / place)
 
 
 def test_an_output_inside_the_data_is_refused_whatever_way_the_places_are_named(

@@ -16,7 +16,7 @@ from kubelora_trainer.health.baseline_envelope import Passage
 from kubelora_trainer.health.watchdog import WatchState
 from kubelora_trainer.optim.lr_schedule import rate_share
 from kubelora_trainer.storage.output_dir import Manifest, OutputFolder, claim_output, read_manifest
-from kubelora_trainer.storage.run_length import assert_not_passed, depends_on_length
+from kubelora_trainer.storage.run_length import check_end_not_passed, depends_on_length
 from kubelora_trainer.utils.errors import OutputError
 from tests.trainer.fixtures.engine import Engine, job
 from tests.trainer.integration.test_interruption import adapter, arguments, in_this_process
@@ -133,9 +133,9 @@ def test_another_length_with_another_setting_is_another_run(tmp_path: Path) -> N
 def test_a_run_may_end_earlier_as_long_as_it_has_not_passed_that_step(tmp_path: Path) -> None:
     claim(tmp_path, job(steps=20))
     assert isinstance(claim(tmp_path, job(steps=10)), OutputFolder)
-    assert_not_passed(10, 10)
+    check_end_not_passed(10, 10)
     with pytest.raises(OutputError, match="11 steps of this run are done, so it can't end"):
-        assert_not_passed(11, 10)
+        check_end_not_passed(11, 10)
     end(tmp_path, job(steps=10))
     with pytest.raises(OutputError, match="It is done, and can only be extended"):
         claim(tmp_path, job(steps=6))

@@ -70,7 +70,7 @@ def save_checkpoint(
         OutputError: The disk refuses the write or a newer attempt has taken over. Earlier
             checkpoints remain intact.
     """
-    folder.assert_ours()
+    folder.check_ownership()
     root = folder.place(OutputPath.CHECKPOINTS)
     target = root / folder_name(position.step, window_micro_steps)
     aside = staging_path(target)
@@ -155,7 +155,7 @@ def resume(
             adapter.
     """
     root = folder.place(OutputPath.CHECKPOINTS)
-    folder.assert_ours()
+    folder.check_ownership()
     with writing_to(root):
         tidy_up(root)
     unusable = 0

@@ -30,7 +30,7 @@ from kubelora_trainer.storage.output_dir import (
     read_manifest,
 )
 from kubelora_trainer.storage.run_record import BaselineRecord, Difference
-from kubelora_trainer.storage.run_settings import ABSENT, leaves_that_differ
+from kubelora_trainer.storage.run_settings import ABSENT, differing_leaves
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
 from kubelora_trainer.utils.errors import OutputError
 
@@ -185,7 +185,7 @@ def _settings(document: Mapping[str, Any]) -> JsonObject:
 
 
 def _between(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
-    for field, old, new in leaves_that_differ(there, here):
+    for field, old, new in differing_leaves(there, here):
         yield Difference(field=field, here=_text(new), there=_text(old))
 
 

@@ -110,7 +110,7 @@ class DataCache:
     text: TextCache | None = None
 
     @property
-    def takes_more(self) -> bool:
+    def writable(self) -> bool:
         """True if entries can be added: not if the disk has refused a write or is read-only."""
         return any(part.store.writable for part in (self.latents, self.text) if part)
 

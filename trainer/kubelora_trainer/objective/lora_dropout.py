@@ -46,4 +46,4 @@ def mask_seed(draws: Sequence[SampleDraw]) -> int:
     """Derive the seed of a micro-batch's masks from the noise seeds of its samples."""
     text = " ".join(str(draw.noise_seed) for draw in draws)
     digest = hashlib.sha256(f"dropout {text}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits, like every seed of a draw

@@ -22,10 +22,10 @@ def signal_to_noise(alphas_cumprod: Tensor, timesteps: Tensor) -> Tensor:
 def min_snr_weights(snr: Tensor, gamma: float, prediction: str) -> Tensor:
     """Compute min-SNR-gamma weights, fp32 (n) (Hang et al. 2023, sec. 3.4).
 
-    The weight of the image's error is min(SNR, gamma) for any prediction type. An error in the
-    noise is SNR times smaller than in the image and one in v SNR + 1 times, hence min(SNR, gamma) /
-    SNR (epsilon) and min(SNR, gamma) / (SNR + 1) (v). At SNR 0 the first tends to 1 and the second
-    is 0: pure noise contains no information about the image.
+    The weight of the image's squared error is min(SNR, gamma) for any prediction type. The squared
+    error in the noise is SNR times that in the image, and in v it is SNR + 1 times that in the
+    image, hence min(SNR, gamma) / SNR (epsilon) and min(SNR, gamma) / (SNR + 1) (v). At SNR 0 the
+    first tends to 1 and the second is 0: pure noise contains no information about the image.
 
     Args:
         snr: Signal-to-noise ratio of each sample, (n).
@@ -34,6 +34,7 @@ def min_snr_weights(snr: Tensor, gamma: float, prediction: str) -> Tensor:
     """
     if prediction == "v_prediction":
         return torch.clamp(snr, max=gamma) / (snr + 1.0)
+    # min(SNR, gamma) / SNR, written so that zero terminal SNR does not give 0 / 0.
     return torch.where(snr > gamma, gamma / snr, torch.ones_like(snr))
 
 

@@ -147,7 +147,7 @@ class SdxlObjective:
                     f"stopped while the cache was filled: {done} of {len(work)} entries are kept; "
                     "the same command continues from there"
                 )
-            if not self._cache.takes_more:
+            if not self._cache.writable:
                 return  # further results could not be stored
             one()
             tick(done + 1, len(work))

@@ -60,6 +60,7 @@ class TensorStore:
             return
         payload = save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
         path = self._path(key)
+        # Unique over the machines, processes and threads that share the store.
         aside = path.with_name(
             f".{path.name}.{os.uname().nodename}.{os.getpid()}.{next(self._numbers)}"
         )
@@ -98,5 +99,6 @@ def module_digest(module: nn.Module) -> str:
         return digest.digest()
 
     entries = sorted(module.state_dict().items())
+    # hashlib releases the GIL, so threads hash several gigabytes of weights in parallel.
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return hashlib.sha256(b"".join(pool.map(one, entries))).hexdigest()

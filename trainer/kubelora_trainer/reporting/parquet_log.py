@@ -100,7 +100,7 @@ class ParquetParts:
         """
         import pyarrow.parquet as pq
 
-        self._folder.assert_ours()
+        self._folder.check_ownership()
         path = self._parts / f"steps-{first:08d}-{last:08d}.parquet"
         aside = path.with_name(f".{path.name}.part")
         with writing_to(path):
@@ -113,7 +113,7 @@ class ParquetParts:
         """Join all parts, row group by row group, and return the table's path."""
         import pyarrow.parquet as pq
 
-        self._folder.assert_ours()
+        self._folder.check_ownership()
         target, writer = self._target, None
         aside = target.with_name(f".{target.name}.part")
         with writing_to(target):

@@ -8,7 +8,7 @@ from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.utils.errors import OutputError
 
 
-def assert_same_inputs(began: RunRecord, now: RunRecord, data: str, model: str) -> None:
+def check_same_inputs(began: RunRecord, now: RunRecord, data: str, model: str) -> None:
     """Check that data and model are those the run began with.
 
     Args:

@@ -69,7 +69,7 @@ def run_id_of(job: LoraTrainingJob) -> str:
 
 
 class OutputFolder:
-    """A claimed output directory. Every write of a run calls ``assert_ours`` first.
+    """A claimed output directory. Every write of a run calls ``check_ownership`` first.
 
     record: part of every manifest from here on; assign a new one at any time.
     """
@@ -92,7 +92,7 @@ class OutputFolder:
         """Return the path of ``output`` in this directory."""
         return self.path / output
 
-    def assert_ours(self) -> None:
+    def check_ownership(self) -> None:
         """Raise OutputError if a newer attempt or another run has taken over the directory."""
         found = read_manifest(self.path)
         if found and (found.run_id != self.run_id or found.attempt > self.attempt):
@@ -114,7 +114,7 @@ class OutputFolder:
         Raises:
             OutputError: Another attempt has taken over, or the disk refuses the write.
         """
-        self.assert_ours()
+        self.check_ownership()
         manifest = Manifest(
             run_id=self.run_id,
             attempt=self.attempt,
@@ -238,7 +238,7 @@ def _make_room(
 
     why: what prevents that run from continuing with this job's length, if only that has changed.
     """
-    present = sorted(name for name in own_names() if (path / name).exists())
+    present = sorted(name for name in output_names() if (path / name).exists())
     if not present:
         return
     if found is None:
@@ -274,7 +274,7 @@ CATEGORY_LOG_PARTS = "categories.parts"
 """Directories of the run log's parts during the run."""
 
 
-def own_names() -> frozenset[str]:
+def output_names() -> frozenset[str]:
     """List the names that a run uses at the top of its output directory."""
     logs = {RUN_LOG_PARTS, GROUP_LOG_PARTS, CATEGORY_LOG_PARTS}
     return frozenset({Path(p).parts[0] for p in OutputPath} | logs)

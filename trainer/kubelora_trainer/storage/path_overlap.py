@@ -10,12 +10,12 @@ from pathlib import Path
 
 from kubelora_api.claims import inputs_of
 from kubelora_api.spec import JobSpec
-from kubelora_trainer.storage.output_dir import own_names
+from kubelora_trainer.storage.output_dir import output_names
 from kubelora_trainer.storage.uris import local_path
 from kubelora_trainer.utils.errors import OutputError
 
 
-def assert_apart(spec: JobSpec, mounts: Mapping[str, Path], output: Path) -> None:
+def check_paths_disjoint(spec: JobSpec, mounts: Mapping[str, Path], output: Path) -> None:
     """Check that no input overlaps the output directory.
 
     Only local paths and claims can; links are followed.
@@ -44,7 +44,7 @@ def assert_apart(spec: JobSpec, mounts: Mapping[str, Path], output: Path) -> Non
             raise OutputError(
                 f"spec.health.baseline {uri} is this run's own output: use an earlier run's"
             )
-        if spec.output.replace_existing and _top(place, out) in own_names():
+        if spec.output.replace_existing and _top(place, out) in output_names():
             raise OutputError(
                 f"spec.{field} {uri} is inside {output / _top(place, out)}, which "
                 "spec.output.replaceExisting would delete before it is read: move it, or "

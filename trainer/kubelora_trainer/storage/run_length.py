@@ -11,7 +11,7 @@ from kubelora_api.decides import declarations
 from kubelora_api.schema import JsonObject
 from kubelora_api.spec import JobSpec
 from kubelora_api.training_spec import Schedule
-from kubelora_trainer.storage.run_settings import leaves_that_differ
+from kubelora_trainer.storage.run_settings import differing_leaves
 from kubelora_trainer.utils.errors import OutputError
 
 _LENGTHS = frozenset(
@@ -35,7 +35,7 @@ class OtherLength:
 
 def other_length(before: JsonObject, after: JsonObject) -> OtherLength | None:
     """Return the change between a run's deciding settings if only its length changed, else None."""
-    found = list(leaves_that_differ(before, after))
+    found = list(differing_leaves(before, after))
     if len(found) != 1:
         return None
     field, old, new = found[0]
@@ -59,7 +59,7 @@ def fixed_length_reason(schedule: Schedule, output: str) -> str:
     )
 
 
-def assert_not_passed(step: int, total: int) -> None:
+def check_end_not_passed(step: int, total: int) -> None:
     """Check that a run is not already beyond its new end. Raises OutputError."""
     if step > total:
         raise OutputError(

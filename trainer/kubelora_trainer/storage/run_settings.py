@@ -51,7 +51,7 @@ def settings_digest(job: LoraTrainingJob) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def leaves_that_differ(
+def differing_leaves(
     old: object, new: object, path: str = ""
 ) -> Iterator[tuple[str, object, object]]:
     """Yield path, old and new value (``ABSENT`` for none) where two JSON documents differ.
@@ -64,14 +64,14 @@ def leaves_that_differ(
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(old.keys() | new.keys()):
             below = f"{path}.{key}" if path else str(key)
-            yield from leaves_that_differ(old.get(key, ABSENT), new.get(key, ABSENT), below)
+            yield from differing_leaves(old.get(key, ABSENT), new.get(key, ABSENT), below)
     elif old != new:
         yield path, old, new
 
 
 def changes(old: object, new: object) -> Iterator[str]:
     """Yield ``path: old -> new`` for each leaf in which two JSON documents differ."""
-    for path, before, after in leaves_that_differ(old, new):
+    for path, before, after in differing_leaves(old, new):
         yield f"{path}: {_text(before)} -> {_text(after)}"
 
 

@@ -146,7 +146,7 @@ class GradientDump:
             "run_id": self._folder.run_id,
             "attempt": str(self._folder.attempt),
         }
-        self._folder.assert_ours()
+        self._folder.check_ownership()
         with writing_to(path):
             self._place.mkdir(exist_ok=True)
         write_file(path, save(tensors, metadata))

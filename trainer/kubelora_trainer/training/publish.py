@@ -46,7 +46,7 @@ def export_adapter(
     Raises:
         NumericalError: A file does not load exactly as it was trained.
     """
-    folder.assert_ours()
+    folder.check_ownership()
     spec, base = folder.job.spec, inputs.base
     layers = trained_layers(inputs.modules, weights)
     wanted = EXPORT_DTYPES[spec.output.dtype]
@@ -101,7 +101,7 @@ def draw(run: Run, folder: OutputFolder, inputs: TrainingInputs, step: int) -> N
     """
     spec = run.job.spec
     if spec.validation.prompts:
-        folder.assert_ours()
+        folder.check_ownership()
         paths = draw_samples(
             inputs.base,
             inputs.base.unet,

@@ -28,10 +28,10 @@ from kubelora_trainer.reporting.prometheus import Board, Exporter
 from kubelora_trainer.reporting.run_log import NoLog, RunLog, flush_on_error
 from kubelora_trainer.reporting.summary import RunSummary, summary_text
 from kubelora_trainer.reporting.trackers import build_trackers
-from kubelora_trainer.storage.input_fingerprints import assert_same_inputs
+from kubelora_trainer.storage.input_fingerprints import check_same_inputs
 from kubelora_trainer.storage.output_dir import Manifest, OutputFolder, artifact_of
-from kubelora_trainer.storage.path_overlap import assert_apart
-from kubelora_trainer.storage.run_length import assert_not_passed
+from kubelora_trainer.storage.path_overlap import check_paths_disjoint
+from kubelora_trainer.storage.run_length import check_end_not_passed
 from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.storage.uris import resolve_output
 from kubelora_trainer.training.context import Run, RunOptions
@@ -97,7 +97,7 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
 def _run(run: Run) -> tuple[str, list[Artifact]]:
     """Run everything from the output directory to the exported adapter; return a message."""
     place = resolve_output(run.job.spec.output.uri, run.options.mounts)
-    assert_apart(run.job.spec, run.options.mounts, place)
+    check_paths_disjoint(run.job.spec, run.options.mounts, place)
     claimed = claim_output_on_all_ranks(run, place)
     if isinstance(claimed, Manifest):
         return _already_done(run, place, claimed)
@@ -160,13 +160,13 @@ def _train_and_export(
     buffers = state.buffers
     plan = build_plan(spec.training, inputs.objective.order)
     position, resumed_from = start_or_resume(run, folder, inputs, state)
-    assert_not_passed(position.step, plan.optimizer_steps)
+    check_end_not_passed(position.step, plan.optimizer_steps)
     watch = reset_comparison(position.watch, folder.record.total_steps, plan.optimizer_steps)
     position = replace(position, watch=watch)
     compare(run.process_group, inputs, buffers, position)
     made_of = _made_of(inputs)
     if resumed_from is not None:
-        assert_same_inputs(folder.record, made_of, spec.dataset.uri, spec.model.uri)
+        check_same_inputs(folder.record, made_of, spec.dataset.uri, spec.model.uri)
     baseline = load_baseline_for_run(run, folder, made_of, plan.optimizer_steps)
     metrics.plan_steps(position.step, plan.optimizer_steps)
     exporter.report = exporter.report.model_copy(
