@@ -26,8 +26,10 @@ from benchmarks.job import bench_document
 from kubelora_api.documents import parse_job
 from kubelora_api.report import RunReport
 from kubelora_trainer.checkpoint.state import RunPosition
-from kubelora_trainer.health.quantities import facts_of
-from kubelora_trainer.health.startup_checks import FirstGradients
+from kubelora_trainer.health.detector import RunStart
+from kubelora_trainer.health.detectors import Watched, build_detectors
+from kubelora_trainer.health.detectors.quantities import facts_of
+from kubelora_trainer.health.watchdog import Watchdog
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import LineView
@@ -77,15 +79,20 @@ class OurLoop:
         self._hooks = _hooks_of(buffers)
         self.position = RunPosition()
         self._run_log = RunLog(folder, buffers.slots, 0, print)
+        categories = [sample.category for sample in self._material.dataset.samples]
+        watched = Watched(facts_of(spec.training, buffers, 100_000), buffers, categories)
+        watchdog = Watchdog(build_detectors(watched))
+        watchdog.start(self.position.watch, RunStart("new", buffers, state.optimizer))
+        self._watchdog = ByTurns(watchdog, Watchdog(()))
+        self._material.objective.observer = lambda facts: self._watchdog.on_micro_batch(facts)
         reporter = Reporter(
             slots=buffers.slots,
             policy=spec.health,
-            facts=facts_of(spec.training, buffers, 100_000),
+            watchdog=watchdog,
             metrics=TrainerMetrics(registry, buffers.plan),
             exporter=self._exporter,
             run_log=self._run_log,
             progress=LineView(100_000, every=50),
-            first_gradients=FirstGradients(buffers.slots, 0),
             position=self.position,
         )
         self._telemetry = ByTurns(state.telemetry, NormAlone(buffers))
@@ -98,6 +105,7 @@ class OurLoop:
             optimizer=state.optimizer,
             telemetry=cast(GradientTelemetry, self._telemetry),
             reporter=cast(Reporter, self._reporter),
+            watchdog=cast(Watchdog, self._watchdog),
         )
         self._go, self._done, self._leave = Semaphore(0), Semaphore(0), False
         self._trainer = Thread(target=self._train, daemon=True)
@@ -126,17 +134,21 @@ class OurLoop:
 
     def step(self) -> None:
         """A window of micro-batches, one update, the report of the last step that was measured."""
-        self._telemetry.first, self._reporter.first = True, True
+        self._take_turn(True)
         self._make_step()
 
     def step_without_telemetry(self) -> None:
         """A window of micro-batches, one update."""
-        self._telemetry.first, self._reporter.first = False, False
+        self._take_turn(False)
         for hooks, _ in self._hooks:
             hooks.clear()
         self._make_step()
         for hooks, usual in self._hooks:
             hooks.update(usual)
+
+    def _take_turn(self, first: bool) -> None:
+        for part in (self._telemetry, self._reporter, self._watchdog):
+            part.first = first
 
     def _make_step(self) -> None:
         before = self.position.step
@@ -215,7 +227,7 @@ class Silent(Reporter):
 
     def __init__(self) -> None: ...
 
-    def drain(self) -> None:
+    def drain(self, saving: bool = False) -> None:
         """Nothing came."""
 
     def expect(self, pending: PendingNumbers) -> None:

@@ -2,8 +2,8 @@
 
 Each entry defines what is compared with which limit, over how many optimizer steps, and what the
 user should do. Every limit has its reason next to it. Quantities that are not a metric are computed
-in the trainer's ``health/quantities.py``; `THRESHOLDS` are limits on what every step reports,
-`EVENTS` are found at other times.
+in the trainer's ``health/detectors/quantities.py``; `THRESHOLDS` are limits on what every step
+reports, `EVENTS` are found at other times.
 """
 
 from collections.abc import Mapping

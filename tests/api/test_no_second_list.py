@@ -29,7 +29,7 @@ from kubelora_trainer.data.dataset import ImageDataset, View
 from kubelora_trainer.data.preflight import Sample
 from kubelora_trainer.data.sources import SourceFolder, resolve_extra_sources
 from kubelora_trainer.export.writers import EXPORT_DTYPES
-from kubelora_trainer.health.quantities import QUANTITIES
+from kubelora_trainer.health.detectors.quantities import QUANTITIES
 from kubelora_trainer.optim.build import BUILDERS
 from kubelora_trainer.optim.precision import DTYPES
 from kubelora_trainer.reporting.trackers import _KINDS, PACKAGES
@@ -69,6 +69,7 @@ def test_every_measurement_of_a_group_and_of_a_step_has_its_metric() -> None:
         "step_size",
         "category_losses",
         "broken_ranks",
+        "extra",
     }
     of_groups = {m.name for m in metrics.TRAINER_METRICS if "group" in m.labels}
     assert set(GROUP_FIELDS) == of_groups

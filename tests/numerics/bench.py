@@ -162,9 +162,9 @@ class _Witness:
         def witnessed_expect(pending: PendingNumbers) -> None:
             expect(_Read(pending, self.numbers.append))  # type: ignore[arg-type]
 
-        def witnessed_drain() -> None:
+        def witnessed_drain(saving: bool = False) -> None:
             try:
-                drain()
+                drain(saving)
             finally:
                 self.note(parts)
 
@@ -173,7 +173,7 @@ class _Witness:
 
     def note(self, parts: Parts) -> None:
         step = self.numbers[-1].step if self.numbers else 0
-        for name, finding in parts.reporter.watch.found.items():
+        for name, finding in parts.reporter.watchdog.state.found.items():
             seen = Seen(step, finding.severity, finding.group, finding.value)
             self.findings.setdefault(name, seen)
 

@@ -58,7 +58,7 @@ def test_another_seed_stays_in_the_range(good: Path, tmp_path: Path, draws: int)
     assert engine.baseline is not None
     assert engine.baseline.envelope is not None
     assert engine.reporter.watch.found == {}
-    assert engine.reporter.watch.passage.bin == engine.baseline.envelope.bins == 12
+    assert engine.reporter.watch.detectors["passage"]["bin"] == engine.baseline.envelope.bins == 12
 
 
 def test_a_run_cut_in_the_middle_of_a_bin_judges_as_the_whole_one(

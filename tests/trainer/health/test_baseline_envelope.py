@@ -15,7 +15,7 @@ from kubelora_trainer.health.baseline_envelope import (
     middle_of,
     pass_through,
 )
-from tests.trainer.health.test_quantities import STEP, WELL, A, B
+from tests.trainer.health.detectors.test_quantities import STEP, WELL, A, B
 
 FLAT = Envelope(4, {A: (Middle(0.0, 0.0),) * 4, B: (Middle(0.0, 0.0),) * 4})
 """Norm 1 throughout, without any spread."""

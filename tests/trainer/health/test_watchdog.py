@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from kubelora_trainer.health import watchdog as health
-from kubelora_trainer.health.quantities import FactorFacts, RunFacts
-from kubelora_trainer.health.watchdog import WatchState, accept, from_json, to_json
+from kubelora_trainer.health.detectors.quantities import FactorFacts, RunFacts
+from kubelora_trainer.health.detectors.step_limits import StepLimits
+from kubelora_trainer.health.watch_state import WatchState, from_json, to_json
 from kubelora_trainer.telemetry.step_metrics import GroupNumbers, StepNumbers
+from tests.trainer.fixtures.watching import after, watchdog
 
 WELL = GroupNumbers(
     grad_norm=1.0,
@@ -26,7 +27,13 @@ FACTS = RunFacts("bf16", 1.0, 1e-4, 1000, 0.0, (FactorFacts("down.lora_A", 100, 
 
 
 def observe(state: WatchState, step: StepNumbers) -> WatchState:
-    return health.observe(state, step, FACTS)
+    return after([step], FACTS, state)
+
+
+def accept(state: WatchState) -> WatchState:
+    accepting = watchdog(StepLimits(FACTS), saved=state)
+    accepting.accept()
+    return accepting.snapshot()
 
 
 def numbers(step: int, **groups: GroupNumbers) -> StepNumbers:
@@ -106,8 +113,8 @@ def test_the_state_survives_a_checkpoint() -> None:
     state = watch(*[WELL] * 4, *[lossy] * 5)
     restored = from_json(json.loads(json.dumps(to_json(state))))
     assert restored == state
-    after = numbers(10, down_lora_A=lossy)
-    assert observe(restored, after) == observe(state, after)
+    following = numbers(10, down_lora_A=lossy)
+    assert observe(restored, following) == observe(state, following)
 
 
 def test_the_same_state_is_saved_as_the_same_bytes_whatever_the_order_of_its_hashes() -> None:

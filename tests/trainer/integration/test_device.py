@@ -27,10 +27,13 @@ from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.dataset import build_dataset
 from kubelora_trainer.distributed.process_group import ReducedWindow
 from kubelora_trainer.distributed.reduce_payload import ControlFlags
-from kubelora_trainer.health.startup_checks import ReachedModules
+from kubelora_trainer.health.detector import RunStart
+from kubelora_trainer.health.detectors import Watched, build_detectors
+from kubelora_trainer.health.detectors.quantities import facts_of
+from kubelora_trainer.health.watch_state import WatchState
+from kubelora_trainer.health.watchdog import Watchdog
 from kubelora_trainer.lora.adapter import AdapterModule
 from kubelora_trainer.models.pipeline import BaseModel
-from kubelora_trainer.objective.latent_check import LatentSpread
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective
 from kubelora_trainer.telemetry import counters as window_counts
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
@@ -96,8 +99,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(window_counts, "device_memory_peak", lambda device: 0.0)
-    # Reads numbers once a category, of its first images.
-    monkeypatch.setattr(LatentSpread, "observe", lambda *image: None)
     with FakeTensorMode(allow_non_fake_inputs=True), Waits() as waits:
         yield waits
 
@@ -150,7 +151,6 @@ class Rig:
 
         torch's engine asks the device itself; what it does in the end is done here.
         """
-        reached = ReachedModules(self.parts.buffers)
 
         def backward(loss: torch.Tensor) -> None:
             assert loss.requires_grad
@@ -161,7 +161,7 @@ class Rig:
                     hook(parameter)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        at = accumulate_window(self.parts, self.position, reached, lambda: False)
+        at = accumulate_window(self.parts, self.position, lambda: False)
         alone = ReducedWindow(at, ControlFlags(stop=False), float("nan"))
         self.pending, self.position = take_step(self.parts, alone)
 
@@ -189,6 +189,11 @@ def rig(demo: DemoPaths, base: BaseModel, spec: dict[str, dict[str, object]]) ->
     objective = SdxlObjective(base, photos, job.spec)
     inputs = TrainingInputs(base, modules, photos, objective)
     state = build_train_state(run, inputs)
+    facts = facts_of(job.spec.training, state.buffers, 4, job.spec.adapter.dropout)
+    categories = [sample.category for sample in photos.samples]
+    watchdog = Watchdog(build_detectors(Watched(facts, state.buffers, categories)))
+    watchdog.start(WatchState(), RunStart("new", state.buffers, state.optimizer))
+    objective.observer = watchdog.on_micro_batch
     parts: Any = Parts(
         training=job.spec.training,
         plan=build_plan(job.spec.training, objective.order),
@@ -197,6 +202,7 @@ def rig(demo: DemoPaths, base: BaseModel, spec: dict[str, dict[str, object]]) ->
         optimizer=state.optimizer,
         telemetry=state.telemetry,
         reporter=None,  # type: ignore[arg-type]
+        watchdog=watchdog,
         average=state.average,
         categories=state.categories,
         scaler=state.scaler,
@@ -232,7 +238,9 @@ def test_a_step_mixes_no_devices_and_the_host_never_waits_for_it(
     with unset_fake_temporarily():
         base = open_base(demo.model)
     at_work = rig(demo, base, dict(spec))
-    for micro_step in range(2):  # the VAE encodes an image once, unless its crops are random
+    for micro_step in range(
+        2
+    ):  # an image is encoded once, unless its crops are random, and looked at once
         at_work.objective.batch(micro_step)
     fake.seen.clear()
     at_work.window(monkeypatch)

@@ -184,7 +184,7 @@ def test_a_resumed_run_compares_with_the_same_moments(tmp_path: Path) -> None:
     assert ours["second_moment"].count_nonzero() > 0
     assert torch.equal(ours["second_moment"], theirs["second_moment"])
     assert whole.reporter.watch == again.reporter.watch
-    assert "OptimizerStuck" in again.reporter.watch.recent
+    assert "OptimizerStuck" in again.reporter.watch.detectors["recent"]
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.health.quantities import FactorFacts, RunFacts
+from kubelora_trainer.health.detectors.quantities import FactorFacts, RunFacts
 from kubelora_trainer.health.startup_checks import FirstGradients, check_finite
-from kubelora_trainer.health.watchdog import WatchState, observe
 from kubelora_trainer.optim.loss_scaler import FIRST_SCALE, LossScaler
 from kubelora_trainer.optim.lr_schedule import steps_that_moved
 from kubelora_trainer.optim.precision import PrecisionPlan
@@ -20,6 +19,7 @@ from kubelora_trainer.telemetry.step_metrics import GroupNumbers, StepNumbers
 from kubelora_trainer.utils.errors import NumericalError
 from tests.trainer.fixtures.engine import Engine, Loss
 from tests.trainer.fixtures.jobs import job_spec
+from tests.trainer.fixtures.watching import after
 from tests.trainer.integration.test_interruption import arguments, in_this_process
 
 HALF = PrecisionPlan(torch.float16, torch.float32, torch.float32)
@@ -126,11 +126,11 @@ def test_only_what_a_smaller_scale_may_mend_counts_as_skipped(
     numbers: StepNumbers, skipped: bool
 ) -> None:
     assert numbers.skipped == skipped
-    watched = observe(WatchState(), numbers, FACTS)
+    watched = after([numbers], FACTS)
     if skipped:
         check_finite((), numbers)
         FirstGradients((), moved_before=0).observe(numbers)
-        assert watched == WatchState()
+        assert watched == after([], FACTS)
     elif numbers.nonfinite:
         assert "GradientNonFinite" in watched.found
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kubelora_api import metrics
 from kubelora_api.report import ModuleNumbers, RunReport
-from kubelora_trainer.health.watchdog import WatchState
+from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.prometheus import PROMETHEUS_HEADER, Exporter

@@ -11,9 +11,9 @@ import pytest
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.training_spec import Schedule, ScheduleName
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.health.baseline import reset_comparison
-from kubelora_trainer.health.baseline_envelope import Passage
-from kubelora_trainer.health.watchdog import WatchState
+from kubelora_trainer.health.detector import RunStart
+from kubelora_trainer.health.detectors.baseline_departure import BaselineDeparture
+from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.optim.lr_schedule import rate_share
 from kubelora_trainer.storage.output_dir import Manifest, OutputFolder, claim_output, read_manifest
 from kubelora_trainer.storage.run_length import check_end_not_passed, depends_on_length
@@ -196,8 +196,16 @@ def test_the_finished_log_of_a_run_that_goes_on_has_every_step_once(
         assert found[0] == found[1]
 
 
-def test_progress_on_another_length_is_compared_with_the_baseline_anew() -> None:
-    midway = WatchState(passage=Passage(bin=3, beyond={"down.lora_A": 1}))
-    assert reset_comparison(midway, 100, 100) is midway
-    assert reset_comparison(midway, None, 100) is midway
-    assert reset_comparison(midway, 100, 200).passage == Passage()
+@pytest.mark.parametrize(
+    ("planned_before", "bins"), [(100, 3), (None, 3), (200, 0)], ids=["same", "unknown", "other"]
+)
+def test_progress_on_another_length_is_compared_with_the_baseline_again(
+    tmp_path: Path, planned_before: int | None, bins: int
+) -> None:
+    engine = Engine(tmp_path)
+    departure = BaselineDeparture(None, total_steps=100)
+    departure.load({"passage": {"bin": 3, "beyond": {"down.lora_A": 1}}})
+    resumed = RunStart("resumed", engine.buffers, engine.optimizer, planned_before=planned_before)
+    departure.on_start(resumed, WatchState())
+    assert departure.state()["passage"]["bin"] == bins
+    assert len(departure.state()["passage"]["beyond"]) == (1 if bins else 0)

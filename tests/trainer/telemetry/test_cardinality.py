@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from torch import nn
 
 from kubelora_trainer.cli.demo import DemoPaths
-from kubelora_trainer.health.watchdog import WatchState
+from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.lora.adapter import block_of
 from kubelora_trainer.lora.target_modules import target_names
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor

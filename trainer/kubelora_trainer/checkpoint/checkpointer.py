@@ -30,7 +30,7 @@ from kubelora_trainer.checkpoint.directories import (
     tidy_up,
 )
 from kubelora_trainer.checkpoint.state import CheckpointManifest, RunPosition
-from kubelora_trainer.health import watchdog as health
+from kubelora_trainer.health import watch_state as health
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.utils.atomic_io import sync_folder, write_durably, writing_to

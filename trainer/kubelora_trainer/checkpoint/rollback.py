@@ -16,7 +16,6 @@ from kubelora_trainer.checkpoint.checkpointer import resume
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint, list_checkpoints
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.health.policy import sentence
-from kubelora_trainer.health.watchdog import with_finding
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.storage.run_record import Rollback
@@ -79,5 +78,4 @@ def roll_back_to(
 
 def position_after_rollback(position: RunPosition, rollback: Rollback) -> RunPosition:
     """Add the rollback to the position of the restored checkpoint."""
-    watch = with_finding(position.watch, rollback.as_finding())
-    return replace(position, rollback=rollback, watch=watch)
+    return replace(position, rollback=rollback)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from kubelora_api.schema import JsonObject
-from kubelora_trainer.health.watchdog import WatchState
+from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.storage.run_record import Rollback
 
 

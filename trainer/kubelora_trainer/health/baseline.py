@@ -5,7 +5,7 @@ the first step; whether gradients leave the earlier run's range is judged on the
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,12 +18,9 @@ from kubelora_api.thresholds import BASELINE_DEPARTURE
 from kubelora_trainer.health.baseline_envelope import (
     Departure,
     Envelope,
-    Passage,
     bins_of,
     envelope_of,
-    pass_through,
 )
-from kubelora_trainer.health.watchdog import WatchState, with_finding
 from kubelora_trainer.storage.output_dir import (
     GROUP_LOG_PARTS,
     Manifest,
@@ -31,7 +28,6 @@ from kubelora_trainer.storage.output_dir import (
 )
 from kubelora_trainer.storage.run_record import BaselineRecord, Difference
 from kubelora_trainer.storage.run_settings import ABSENT, differing_leaves
-from kubelora_trainer.telemetry.step_metrics import StepNumbers
 from kubelora_trainer.utils.errors import OutputError
 
 if TYPE_CHECKING:
@@ -70,21 +66,6 @@ class Baseline:
             lines.append(f"  gradient norms are not compared: {record.not_compared}")
         return lines
 
-    def compare(self, watch: WatchState, numbers: StepNumbers, total_steps: int) -> WatchState:
-        """What the watchdog knows after one more step of the run that is held against this one."""
-        if self.envelope is None:
-            return watch
-        passage = pass_through(watch.passage, numbers, self.envelope, total_steps)
-        watch = replace(watch, passage=passage)
-        name = BASELINE_DEPARTURE.finding
-        if passage.departed is None:
-            return replace(watch, active=watch.active - {name})
-        finding = self.finding(passage.departed)
-        earlier = watch.found.get(name) if name in watch.active else None
-        if earlier is not None:  # it is told since it began
-            finding = finding.model_copy(update={"since_step": earlier.since_step})
-        return with_finding(watch, finding)
-
     def finding(self, departure: Departure) -> Finding:
         """For the status: how far off, and what is different."""
         shown = [f"{d.field} {d.here} (there {d.there})" for d in self.record.differences[:_SHOWN]]
@@ -101,14 +82,6 @@ class Baseline:
             f"of the baseline {self.record.uri} at the same progress. What differs: "
             f"{what or 'no setting'}. {BASELINE_DEPARTURE.sentence}"[:1024],
         )
-
-
-def reset_comparison(watch: WatchState, before: int | None, total: int) -> WatchState:
-    """Without what was compared so far, where progress was measured on another length.
-
-    before: steps planned when the state was saved; None if unknown.
-    """
-    return watch if before in (None, total) else replace(watch, passage=Passage())
 
 
 def load_baseline(

@@ -12,7 +12,6 @@ from kubelora_trainer.data.dataset import CENTER, ImageDataset, View
 from kubelora_trainer.data.sampler import SampleDraw, SampleOrder
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.embedding_cache import Latent, LatentCache
-from kubelora_trainer.objective.latent_check import LatentSpread
 from kubelora_trainer.utils.device import to_device
 
 KEPT_LATENTS = 1024
@@ -28,10 +27,13 @@ class Latents:
     Attributes:
         values: fp32 (n, channels, h, w).
         masks: fp32 (n, 1, h, w), the weight of each element in the loss; None if all count.
+        mean: Returns the scaled mean of the posterior that the i-th latent is drawn from, fp32
+            (channels, h, w); computed on each call.
     """
 
     values: torch.Tensor
     masks: torch.Tensor | None
+    mean: Callable[[int], torch.Tensor]
 
 
 class LatentSource:
@@ -49,7 +51,6 @@ class LatentSource:
         self._base, self._dataset, self._order = base, dataset, order
         self._cache, self._after = cache, after
         self._kept: OrderedDict[View, Latent] = OrderedDict()
-        self.spread = LatentSpread([sample.category for sample in dataset.samples])
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
         self._ahead: tuple[int, Future[list[_Read]]] | None = None
 
@@ -65,7 +66,11 @@ class LatentSource:
         read = zip(draws, self._images(micro_step), strict=True)
         kept = [self._latent_of(self._dataset.view(draw), image) for draw, image in read]
         values = [self._drawn(draw, latent) for draw, latent in zip(draws, kept, strict=True)]
-        return Latents(torch.stack(values), _stacked_masks(kept, self._base.device))
+
+        def mean(place: int) -> torch.Tensor:
+            return normalise_latents(kept[place].moments.float().chunk(2)[0], self._base)
+
+        return Latents(torch.stack(values), _stacked_masks(kept, self._base.device), mean)
 
     def sizes(self, draws: Sequence[SampleDraw]) -> list[SizeConditions]:
         """Return the size conditioning of each draw."""
@@ -113,9 +118,6 @@ class LatentSource:
         if kept is not None:
             return kept
         latent = self._encoded(read) if isinstance(read, TrainingImage) else read
-        self.spread.observe(
-            view.sample, normalise_latents(latent.moments.float().chunk(2)[0], self._base)
-        )
         if self._dataset.has_fixed_crop(view.sample):
             if self._cache is not None and isinstance(read, TrainingImage):
                 self._cache.put(view, latent)

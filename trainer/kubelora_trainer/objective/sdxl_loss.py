@@ -16,16 +16,15 @@ import torch
 from torch.nn import functional
 
 from kubelora_api.spec import JobSpec
-from kubelora_api.status import Finding
 from kubelora_trainer.data.cropping import SizeConditions
 from kubelora_trainer.data.dataset import ImageDataset
 from kubelora_trainer.data.sampler import ALL_MICRO_STEPS, RankShare, SampleDraw
 from kubelora_trainer.models.pipeline import BaseModel
-from kubelora_trainer.objective.draw_check import RepeatedDraws
 from kubelora_trainer.objective.embedding_cache import NO_CACHE, DataCache
 from kubelora_trainer.objective.latents import LatentSource, normal
 from kubelora_trainer.objective.lora_dropout import AdapterDropout
 from kubelora_trainer.objective.loss_weighting import mean_errors, timestep_weights
+from kubelora_trainer.objective.micro_batch_facts import MicroBatchFacts, ignore
 from kubelora_trainer.objective.text_embeddings import TextConditions
 from kubelora_trainer.utils.device import to_device
 from kubelora_trainer.utils.errors import InterruptedRunError
@@ -76,6 +75,7 @@ class SdxlObjective:
     """The loss of any micro-step, as a pure function of the micro-step and the adapter's weights.
 
     forward: the callable that runs the UNet: the module itself, or its compiled version.
+    observer: the callable that receives the facts of every micro-batch.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class SdxlObjective:
         self._text = TextConditions(base, cache.text, trained=bool(spec.adapter.text_encoders))
         self._share = share
         accumulation = spec.training.gradient_accumulation
-        self._draws = RepeatedDraws()
         self._latents = LatentSource(
             base, dataset, self.order, cache.latents, lambda m: share.after(m, accumulation)
         )
         self._dropout = AdapterDropout(base.unet, *base.text_encoders)
         self.forward: Callable[..., Any] = base.unet
+        self.observer: Callable[[MicroBatchFacts], None] = ignore
         if spec.training.gradient_checkpointing:
             base.unet.enable_gradient_checkpointing()
 
@@ -119,10 +119,6 @@ class SdxlObjective:
         errors = functional.mse_loss(predicted.float(), batch.target, reduction="none")
         losses = mean_errors(errors, batch.masks) * batch.weights
         return MicroBatchLoss(losses.sum(), len(losses), losses.detach())
-
-    def findings(self, step: int) -> tuple[Finding, ...]:
-        """Report what is wrong with the data, as known in ``step``."""
-        return (*self._latents.spread.findings(step), *self._draws.findings(step))
 
     def close(self) -> None:
         """Stop the reader thread."""
@@ -166,8 +162,15 @@ class SdxlObjective:
         levels = schedule.config.num_train_timesteps
         timesteps = [int(draw.timestep * levels) for draw in draws]
         steps = to_device(torch.tensor(timesteps), device)
-        first = noises.flatten(1)[:, 0].tolist()
-        self._draws.observe(micro_step, {"timestep": timesteps, "noise": first})
+        self.observer(
+            MicroBatchFacts(
+                micro_step=micro_step,
+                samples=tuple(draw.sample for draw in draws),
+                timesteps=tuple(timesteps),
+                noise=tuple(noises.flatten(1)[:, 0].tolist()),
+                latent=drawn.mean,
+            )
+        )
         prediction = schedule.config.prediction_type
         if prediction == "v_prediction":
             target = schedule.get_velocity(latents, noise, steps)

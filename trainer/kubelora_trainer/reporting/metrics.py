@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from kubelora_api import metrics
 from kubelora_api.metrics import Metric
 from kubelora_api.thresholds import FINDINGS
-from kubelora_trainer.health.watchdog import WatchState
+from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.optim.precision import NAMES, PrecisionPlan
 from kubelora_trainer.telemetry.step_metrics import (
     GROUP_FIELDS,

@@ -26,6 +26,7 @@ from kubelora_trainer.telemetry.counters import (
 from kubelora_trainer.telemetry.element_sampling import GroupSample
 from kubelora_trainer.telemetry.gradient_stats import CHUNK_ELEMENTS, gradient_sums
 from kubelora_trainer.telemetry.host_transfer import (
+    EXTRA,
     CopyToHost,
     HostNumbers,
     PendingNumbers,
@@ -106,11 +107,13 @@ class GradientTelemetry:
         loss_sum: Tensor,
         categories: CategorySums | None = None,
         rank_divergence: Tensor | None = None,
+        extra: Mapping[str, Tensor] | None = None,
     ) -> PendingNumbers:
         """Start the one copy of this step's numbers to the host.
 
         loss_sum: scalar, the window's losses summed over samples. categories: the same by category.
         rank_divergence: scalar, largest minus smallest parameter checksum over the ranks.
+        extra: whatever else is to be read with this step, by names of its own.
         """
         none = torch.zeros(0, dtype=torch.float64, device=loss_sum.device)
         nothing = torch.full_like(loss_sum, math.nan)
@@ -131,6 +134,7 @@ class GradientTelemetry:
                 "rank_divergence": nothing if rank_divergence is None else rank_divergence,
                 "loss_scale": nothing if self._loss_scale is None else self._loss_scale,
             }
+            | {f"{EXTRA}{name}": tensor for name, tensor in (extra or {}).items()}
         )
         host = HostNumbers(
             backward_passes=self._passes.count if self._whole else math.nan,

@@ -16,6 +16,9 @@ from kubelora_trainer.telemetry.counters import DeadModules
 from kubelora_trainer.telemetry.lora_balance import Pair, balance, pooled
 from kubelora_trainer.telemetry.step_metrics import GroupNumbers, StepNumbers
 
+EXTRA = "extra."
+"""Begin of the names of ``StepNumbers.extra`` among those that are copied."""
+
 
 @dataclass(frozen=True)
 class StepFacts:
@@ -119,6 +122,11 @@ class PendingNumbers:
             broken_ranks=facts.broken_ranks,
             host_memory_peak=self.host.host_memory_peak,
             device_memory_peak=self.host.device_memory_peak,
+            extra={
+                name.removeprefix(EXTRA): values
+                for name, values in found.items()
+                if name.startswith(EXTRA)
+            },
         )
 
     def _groups(

@@ -68,6 +68,7 @@ class StepNumbers:
     working_copy_stale: share of the sampled weights that differ from their masters, rounded.
     rank_divergence: NaN for a single rank. broken_ranks: of several, those whose own part of the
     gradient was not finite. host_memory_peak, device_memory_peak: bytes.
+    extra: what detectors measured on the device (``Detector.measure``), flat, by their own names.
     """
 
     step: int
@@ -92,6 +93,7 @@ class StepNumbers:
     device_memory_peak: float = math.nan
     category_losses: Mapping[str, CategoryLoss] = field(default_factory=dict)
     broken_ranks: tuple[int, ...] = ()
+    extra: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def skipped(self) -> bool:

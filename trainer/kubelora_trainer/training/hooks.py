@@ -9,15 +9,14 @@ from kubelora_trainer.checkpoint.directories import SavedCheckpoint
 from kubelora_trainer.checkpoint.rollback import position_after_rollback, roll_back_to
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.distributed.process_group import run_on_rank0
-from kubelora_trainer.health.startup_checks import check_resumed
 from kubelora_trainer.health.watchdog import HINDSIGHT_STEPS, last_healthy_step
-from kubelora_trainer.optim.lr_schedule import steps_that_moved
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.storage.run_record import Rollback
 from kubelora_trainer.training.context import Run
 from kubelora_trainer.training.plan import TrainingPlan
 from kubelora_trainer.training.publish import draw
 from kubelora_trainer.training.setup import TrainingInputs
+from kubelora_trainer.training.start import run_start
 from kubelora_trainer.training.step_reporter import Reporter
 from kubelora_trainer.training.train_state import TrainState
 
@@ -68,11 +67,9 @@ class RunHooks:
         saved, rollback = run_on_rank0(run.process_group, on_rank0)
         if earlier is None:
             earlier = position_after_rollback(resume_from(saved, folder, buffers, parts), rollback)
-        check_resumed(state.optimizer, earlier.step, state.skipped_steps)
         # Barrier: every rank must have read the checkpoint before a new one replaces it.
         run.process_group.all_gather_object(None)
-        moved = steps_that_moved(run.job.spec.training, earlier.step, state.skipped_steps)
-        self.reporter.rewind(earlier, moved)
+        self.reporter.rewind(earlier, run_start(run, self.inputs, state, earlier, "rolled back"))
         self.checkpoint(earlier)
         folder.record = folder.record.model_copy(update={"rollback": rollback})
         if run.first:

@@ -17,7 +17,7 @@ from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.distributed.process_group import SINGLE_PROCESS, ProcessGroup, ReducedWindow
 from kubelora_trainer.distributed.reduce_payload import ControlFlags
 from kubelora_trainer.health.policy import RollbackRequiredError
-from kubelora_trainer.health.startup_checks import ReachedModules
+from kubelora_trainer.health.watchdog import Watchdog
 from kubelora_trainer.optim.base import AdapterOptimizer, clip_coefficient
 from kubelora_trainer.optim.ema import ExponentialMovingAverage
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
@@ -60,6 +60,7 @@ class Parts:
     optimizer: AdapterOptimizer
     telemetry: GradientTelemetry
     reporter: Reporter
+    watchdog: Watchdog
     average: ExponentialMovingAverage | None = None
     categories: CategoryLosses | None = None
     scaler: LossScaler | None = None
@@ -101,10 +102,9 @@ def train(
         NumericalError: A gradient or weight is wrong; raised before it reaches a weight.
         RunEndedError: What the health policy demands.
     """
-    reached = ReachedModules(parts.buffers)
     while position.step < parts.plan.optimizer_steps:
         in_window = parts.process_group.between_micro_steps(stop)
-        position = accumulate_window(parts, position, reached, in_window)
+        position = accumulate_window(parts, position, in_window)
         due = drain_reports(parts.reporter)
         asked = ControlFlags(stop(), due is not None)
         exchanged = parts.process_group.exchange(parts.buffers, position, asked, parts.sums)
@@ -117,9 +117,8 @@ def train(
         pending, position = take_step(parts, exchanged)
         parts.reporter.expect(pending)
         if position.step % checkpoint_every == 0 or position.step == parts.plan.optimizer_steps:
-            rolled_back = apply_verdict(
-                parts, drain_reports(parts.reporter), position, checkpoint, roll_back
-            )
+            due = drain_reports(parts.reporter, saving=True)
+            rolled_back = apply_verdict(parts, due, position, checkpoint, roll_back)
             if rolled_back is not position:
                 position = rolled_back
                 continue
@@ -128,10 +127,12 @@ def train(
     return position
 
 
-def drain_reports(reporter: Reporter) -> RunEndedError | RollbackRequiredError | None:
+def drain_reports(
+    reporter: Reporter, saving: bool = False
+) -> RunEndedError | RollbackRequiredError | None:
     """Report pending numbers, and return the error that they demand, as seen by this rank."""
     try:
-        reporter.drain()
+        reporter.drain(saving)
     except (RunEndedError, RollbackRequiredError) as due:
         return due
     return None
@@ -172,15 +173,12 @@ def apply_verdict(
     raise verdict
 
 
-def accumulate_window(
-    parts: Parts, position: RunPosition, reached: ReachedModules, stop: Callable[[], bool]
-) -> RunPosition:
+def accumulate_window(parts: Parts, position: RunPosition, stop: Callable[[], bool]) -> RunPosition:
     """Run this rank's micro-steps of the window; gradients accumulate in the flat buffer.
 
     Args:
         parts: The components.
         position: Where to start.
-        reached: Check that every module receives a gradient.
         stop: Polled between micro-steps.
 
     Returns:
@@ -200,7 +198,7 @@ def accumulate_window(
             micro_batch = parts.objective(of_order)
             loss_sum = micro_batch.loss_sum
             (parts.scaler.scaled(loss_sum) if parts.scaler else loss_sum).backward()
-        reached.check()
+        parts.watchdog.on_backward()
         loss = loss + micro_batch.loss_sum.detach().double()
         samples += micro_batch.samples
         done = micro_step + 1
@@ -224,6 +222,7 @@ def take_step(parts: Parts, exchanged: ReducedWindow) -> tuple[PendingNumbers, R
         parts.optimizer.step(rate, non_finite)
     if parts.average:
         parts.average.update(position.step, non_finite)
+    extra = parts.watchdog.measure(position.step + 1)
     buffers.zero_gradient()
     facts = StepFacts(
         step=position.step + 1,
@@ -235,7 +234,7 @@ def take_step(parts: Parts, exchanged: ReducedWindow) -> tuple[PendingNumbers, R
     )
     categories = parts.categories.take() if parts.categories else None
     divergence = torch.full_like(position.window_loss, exchanged.divergence)
-    pending = telemetry.pack(facts, position.window_loss, categories, divergence)
+    pending = telemetry.pack(facts, position.window_loss, categories, divergence, extra)
     if parts.scaler:
         parts.scaler.update(non_finite)
     no_loss = torch.zeros_like(position.window_loss)

@@ -8,8 +8,8 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from prometheus_client import CollectorRegistry
 from rich.console import Console
@@ -18,10 +18,8 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import ExitCode, OutputPath
 from kubelora_api.spec import Health
 from kubelora_api.status import Artifact
-from kubelora_trainer.health.baseline import reset_comparison
-from kubelora_trainer.health.quantities import facts_of
-from kubelora_trainer.health.startup_checks import FirstGradients
-from kubelora_trainer.optim.lr_schedule import steps_that_moved
+from kubelora_trainer.health.detectors import Watched
+from kubelora_trainer.health.detectors.quantities import facts_of
 from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import build_progress
 from kubelora_trainer.reporting.prometheus import Board, Exporter
@@ -47,7 +45,12 @@ from kubelora_trainer.training.rank_sync import (
     wait_for_rank0_to_end,
 )
 from kubelora_trainer.training.setup import TrainingInputs, build_training_inputs
-from kubelora_trainer.training.start import load_baseline_for_run, start_or_resume
+from kubelora_trainer.training.start import (
+    load_baseline_for_run,
+    run_start,
+    start_or_resume,
+    start_watchdog,
+)
 from kubelora_trainer.training.step_reporter import Reporter
 from kubelora_trainer.training.train_state import build_train_state
 from kubelora_trainer.utils.errors import (
@@ -159,15 +162,21 @@ def _train_and_export(
     state = build_train_state(run, inputs)
     buffers = state.buffers
     plan = build_plan(spec.training, inputs.objective.order)
-    position, resumed_from = start_or_resume(run, folder, inputs, state)
+    position, resumed_from = start_or_resume(run, folder, state)
     check_end_not_passed(position.step, plan.optimizer_steps)
-    watch = reset_comparison(position.watch, folder.record.total_steps, plan.optimizer_steps)
-    position = replace(position, watch=watch)
+    reason: Literal["new", "resumed"] = "new" if resumed_from is None else "resumed"
+    start = run_start(run, inputs, state, position, reason, folder.record.total_steps)
     compare(run.process_group, inputs, buffers, position)
     made_of = _made_of(inputs)
     if resumed_from is not None:
         check_same_inputs(folder.record, made_of, spec.dataset.uri, spec.model.uri)
-    baseline = load_baseline_for_run(run, folder, made_of, plan.optimizer_steps)
+    watched = Watched(
+        facts=facts_of(spec.training, buffers, plan.optimizer_steps, spec.adapter.dropout),
+        buffers=buffers,
+        categories=[sample.category for sample in inputs.dataset.samples],
+        baseline=load_baseline_for_run(run, folder, made_of, plan.optimizer_steps),
+    )
+    watchdog = start_watchdog(run, inputs, watched, position, start)
     metrics.plan_steps(position.step, plan.optimizer_steps)
     exporter.report = exporter.report.model_copy(
         update={"phase": "Training", "step": position.step, "total_steps": plan.optimizer_steps}
@@ -176,19 +185,15 @@ def _train_and_export(
     if run.first:
         run.tracking = build_trackers(folder, position.step, _tracker_failure(run, metrics))
     with build_progress(run.console, plan.optimizer_steps, position.step) as progress:
-        moved = steps_that_moved(spec.training, position.step, state.skipped_steps)
         reporter = Reporter(
             slots=buffers.slots,
             policy=spec.health if run.first else Health(),
-            facts=facts_of(spec.training, buffers, plan.optimizer_steps, spec.adapter.dropout),
-            baseline=baseline,
+            watchdog=watchdog,
             metrics=metrics,
             exporter=exporter,
             run_log=run_log,
             progress=progress,
-            first_gradients=FirstGradients(buffers.slots, moved, buffers.plan.compute),
             position=position,
-            elsewhere=inputs.objective.findings,
             also=run.tracking.log if run.tracking else lambda numbers: None,
         )
         session = RunHooks(run, folder, inputs, state, plan, reporter, run_log.flush)
@@ -258,6 +263,7 @@ def _parts(session: RunHooks) -> Parts:
         optimizer=state.optimizer,
         telemetry=state.telemetry,
         reporter=session.reporter,
+        watchdog=session.reporter.watchdog,
         average=state.average,
         categories=state.categories,
         scaler=state.scaler,

@@ -1,14 +1,18 @@
-"""The start of a run: baseline, resuming, and start-up checks."""
+"""The start of a run: baseline, resuming, and the detectors' first look."""
 
 import logging
+from typing import Literal
 
 import torch
 
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.health.baseline import Baseline, load_baseline
-from kubelora_trainer.health.startup_checks import check_dtypes, check_fresh_adapter, check_resumed
+from kubelora_trainer.health.detector import RunStart
+from kubelora_trainer.health.detectors import Watched, build_detectors
+from kubelora_trainer.health.watchdog import Watchdog
 from kubelora_trainer.lora.dora import NO_KOHYA_FILE
+from kubelora_trainer.optim.lr_schedule import steps_that_moved
 from kubelora_trainer.optim.precision import describe_memory, lossy_warnings
 from kubelora_trainer.optim.prodigy import rate_warning
 from kubelora_trainer.storage.output_dir import OutputFolder, installed_versions
@@ -63,14 +67,13 @@ def load_baseline_for_run(
 
 
 def start_or_resume(
-    run: Run, folder: OutputFolder, inputs: TrainingInputs, state: TrainState
+    run: Run, folder: OutputFolder, state: TrainState
 ) -> tuple[RunPosition, SavedCheckpoint | None]:
-    """Resume or start from scratch, and run the start-up checks.
+    """Resume or start from scratch.
 
     Args:
         run: The run.
         folder: The output directory.
-        inputs: Model and adapter.
         state: Weights and optimizer, which are restored.
 
     Returns:
@@ -81,7 +84,6 @@ def start_or_resume(
     further = {"optimizer state": state.optimizer.state_bytes}
     if state.average:
         further["average"] = 4 * buffers.numel
-    logger.info(f"contract: {check_dtypes(buffers, state.optimizer)}")
     logger.info(f"memory of the adapter: {describe_memory(buffers.copy_bytes() | further)}")
     rate = rate_warning(run.job.spec.training)
     for sentence in [*lossy_warnings(buffers.plan), *([rate] if rate else [])]:
@@ -91,15 +93,57 @@ def start_or_resume(
     if resumed is None:
         if folder.record.total_steps is not None:  # an earlier attempt came as far as training
             logger.info("no checkpoint of this run is left, so it restarts at its first step")
-        if not run.job.spec.adapter.from_:
-            check_fresh_adapter(buffers, inputs.modules)
-            logger.info("contract: a fresh adapter, |B·A| = 0")
         no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
         return RunPosition(window_loss=no_loss), None
     position, saved = resumed
-    held = check_resumed(state.optimizer, position.step, state.skipped_steps)
-    logger.info(f"contract: {held}")
     run.stop.saved(position.step)
     logger.info(f"resuming from {saved.path} at step {position.step}")
     folder.record = folder.record.model_copy(update={"rollback": position.rollback})
     return position, saved
+
+
+def start_watchdog(
+    run: Run, inputs: TrainingInputs, watched: Watched, position: RunPosition, start: RunStart
+) -> Watchdog:
+    """Build the detectors, let them judge the start, and show them every micro-batch.
+
+    Raises NumericalError where the start-up contract is broken.
+    """
+    watchdog = Watchdog(build_detectors(watched))
+    for line in watchdog.start(position.watch, start):
+        logger.info(line)
+    inputs.objective.observer = watchdog.on_micro_batch
+    return watchdog
+
+
+def run_start(
+    run: Run,
+    inputs: TrainingInputs,
+    state: TrainState,
+    position: RunPosition,
+    reason: Literal["new", "resumed", "rolled back"],
+    planned_before: int | None = None,
+) -> RunStart:
+    """Describe the point that training starts from, for the detectors.
+
+    Args:
+        run: The run.
+        inputs: Its model, adapter and data.
+        state: The adapter's buffers and optimizer, restored where there was a checkpoint.
+        position: The steps they have done.
+        reason: Why training starts here.
+        planned_before: Optimizer steps that an earlier attempt planned; None if unknown.
+    """
+    spec, skipped = run.job.spec, state.skipped_steps
+    return RunStart(
+        reason=reason,
+        buffers=state.buffers,
+        optimizer=state.optimizer,
+        modules=inputs.modules,
+        untrained=reason == "new" and not spec.adapter.from_,
+        step=position.step,
+        moved=steps_that_moved(spec.training, position.step, skipped),
+        skipped=skipped,
+        planned_before=planned_before,
+        rollback=position.rollback,
+    )

@@ -6,21 +6,20 @@ because the copy from the device is asynchronous; ``drain`` reads the last.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from kubelora_api.names import OutputPath
 from kubelora_api.report import RunPhase
 from kubelora_api.spec import Health
-from kubelora_api.status import CheckpointStatus, Finding
+from kubelora_api.status import CheckpointStatus
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.health import policy as health_policy
-from kubelora_trainer.health import watchdog as health
-from kubelora_trainer.health.baseline import Baseline
-from kubelora_trainer.health.quantities import RunFacts
-from kubelora_trainer.health.startup_checks import FirstGradients, check_finite
+from kubelora_trainer.health.detector import RunStart
+from kubelora_trainer.health.watch_state import WatchState
+from kubelora_trainer.health.watchdog import Watchdog
 from kubelora_trainer.optim.flat_buffers import Slot
 from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import ProgressView
@@ -41,8 +40,7 @@ PACE_STEPS = 50
 class Reporter:
     """A reporter that distributes each step's numbers.
 
-    also: called with each step's numbers (trackers). elsewhere: findings from outside the numbers,
-    as known in a step.
+    watchdog: already started, from ``position``. also: called with each step's numbers (trackers).
     """
 
     def __init__(
@@ -50,55 +48,55 @@ class Reporter:
         *,
         slots: tuple[Slot, ...],
         policy: Health,
-        facts: RunFacts,
-        baseline: Baseline | None = None,
+        watchdog: Watchdog,
         metrics: TrainerMetrics,
         exporter: Exporter | Board,
         run_log: RunLog | NoLog,
         progress: ProgressView,
-        first_gradients: FirstGradients,
         position: RunPosition,
         also: Callable[[StepNumbers], None] = lambda numbers: None,
-        elsewhere: Callable[[int], Sequence[Finding]] = lambda step: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots, self._policy, self._facts = slots, policy, facts
-        self._baseline = baseline
+        self._slots, self._policy = slots, policy
+        self.watchdog = watchdog
         self._metrics, self._exporter = metrics, exporter
         self._run_log, self._progress = run_log, progress
-        self._first_gradients = first_gradients
         self._clock, self._also = clock, also
-        self._elsewhere = elsewhere
         self._pending: PendingNumbers | None = None
         self._pace: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=PACE_STEPS + 1)
         self._rollback = position.rollback
-        self.watch = health.resumed(position.watch) if position.step else position.watch
         self.norm_range = position.norm_range
+
+    @property
+    def watch(self) -> WatchState:
+        """What the watchdog knows, as a checkpoint keeps it."""
+        return self.watchdog.snapshot()
 
     def expect(self, pending: PendingNumbers) -> None:
         """Keep numbers that are still being copied."""
         self._pending = pending
 
-    def drain(self) -> None:
+    def drain(self, saving: bool = False) -> None:
         """Read and report the numbers on their way, if any.
 
+        saving: whether a checkpoint of this very step comes next.
         Raises NumericalError for a gradient that is not finite or a broken start-up contract, and
         what the health policy wants of a critical finding: PolicyError, SuspendedByPolicyError,
         RollbackRequiredError.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._report(pending.read())
+            self._report(pending.read(), saving)
 
-    def rewind(self, position: RunPosition, moved: int) -> None:
-        """Continue from an earlier position, at which ``moved`` steps have changed weights."""
+    def rewind(self, position: RunPosition, start: RunStart) -> None:
+        """Continue from an earlier position. Raises NumericalError where that can't be right."""
         self._pending = None
         self._rollback = position.rollback
-        self.watch, self.norm_range = position.watch, position.norm_range
-        self._first_gradients.rewind(moved)
+        self.norm_range = position.norm_range
+        self.watchdog.start(position.watch, start)
         self._run_log.rewind(position.step)
         self._exporter.report = self._exporter.report.model_copy(
-            update={"step": position.step, "health": self.watch.status()}
+            update={"step": position.step, "health": self.watchdog.state.status()}
         )
 
     def position(self, position: RunPosition) -> RunPosition:
@@ -116,16 +114,13 @@ class Reporter:
         status = CheckpointStatus(step=saved.step, uri=uri)
         self._exporter.report = self._exporter.report.model_copy(update={"checkpoint": status})
 
-    def _report(self, numbers: StepNumbers) -> None:
-        self.watch = health.observe(self.watch, numbers, self._facts)
-        for finding in self._elsewhere(numbers.step):
-            if finding.name not in self.watch.found:
-                self.watch = health.with_finding(self.watch, finding)
-        if self._baseline:
-            self.watch = self._baseline.compare(self.watch, numbers, self._facts.total_steps)
+    def _report(self, numbers: StepNumbers, saving: bool) -> None:
+        self.watchdog.on_step(numbers)
+        if saving:
+            self.watchdog.on_checkpoint(numbers.step)
         self.norm_range = _widen(self.norm_range, numbers.grad_norm, numbers.step)
         seconds, per_second, left = self._timing(numbers)
-        self._metrics.publish(numbers, self.watch, seconds)
+        self._metrics.publish(numbers, self.watchdog.state, seconds)
         self._exporter.report = self._exporter.report.model_copy(
             update={
                 "step": numbers.step,
@@ -135,25 +130,25 @@ class Reporter:
                 "learning_rate": significant(numbers.learning_rate),
                 "samples_per_second": significant(per_second),
                 "seconds_left": significant(left),
-                "health": self.watch.status(),
+                "health": self.watchdog.state.status(),
             }
         )
         self._exporter.worst_modules = partial(worst_modules, self._slots, numbers)
         self._run_log.append(numbers)
         self._progress.show(numbers, left)
         self._also(numbers)
-        self._judge(numbers)
+        self._judge()
 
-    def _judge(self, numbers: StepNumbers) -> None:
-        finding = self.watch.due
+    def _judge(self) -> None:
+        """Raise what is due. A rollback or a suspension comes before a broken contract."""
+        finding = self.watchdog.state.due
         due = health_policy.verdict_on(finding, self._policy, self._rollback) if finding else None
         if isinstance(due, SuspendedByPolicyError):
-            self.watch = health.accept(self.watch)
+            self.watchdog.accept()
             raise due
         if due and self._policy.policy == "Rollback":
             raise due
-        check_finite(self._slots, numbers)
-        self._first_gradients.observe(numbers)
+        self.watchdog.raise_broken()
         if due:
             raise due
 

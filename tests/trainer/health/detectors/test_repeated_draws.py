@@ -2,14 +2,15 @@
 
 import pytest
 
-from kubelora_trainer.objective.draw_check import RepeatedDraws
+from kubelora_trainer.health.detectors.repeated_draws import RepeatedDraws
+from tests.trainer.fixtures.watching import micro_batch
 
 
 def watched(timesteps: list[int], noise: list[float], batch: int = 1) -> RepeatedDraws:
     draws = RepeatedDraws()
     for micro_step, start in enumerate(range(0, len(timesteps), batch)):
         here = slice(start, start + batch)
-        draws.observe(micro_step, {"timestep": timesteps[here], "noise": noise[here]})
+        draws.on_micro_batch(micro_batch(micro_step, timesteps=timesteps[here], noise=noise[here]))
     return draws
 
 
@@ -36,5 +37,5 @@ def test_one_other_draw_begins_the_count_anew() -> None:
 def test_a_micro_step_that_is_asked_for_again_repeats_nothing() -> None:
     draws = RepeatedDraws()
     for _ in range(50):
-        draws.observe(0, {"timestep": [500], "noise": [0.1]})
+        draws.on_micro_batch(micro_batch(0, timesteps=[500], noise=[0.1]))
     assert draws.findings(1) == ()

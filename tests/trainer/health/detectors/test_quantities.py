@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from kubelora_api import thresholds
 from kubelora_api.thresholds import THRESHOLDS, Threshold
 from kubelora_api.training_spec import Training
-from kubelora_trainer.health.quantities import (
+from kubelora_trainer.health.detectors.quantities import (
     FactorFacts,
     Memory,
     RunFacts,
@@ -19,11 +20,14 @@ from kubelora_trainer.health.quantities import (
     facts_of,
     values_of,
 )
-from kubelora_trainer.health.watchdog import WatchState, from_json, observe, resumed, to_json
+from kubelora_trainer.health.detectors.step_limits import StepLimits
+from kubelora_trainer.health.watch_state import WatchState, from_json, to_json
+from kubelora_trainer.health.watchdog import Watchdog
 from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
 from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.telemetry.step_metrics import GroupNumbers, StepNumbers
+from tests.trainer.fixtures.watching import after, watchdog
 
 A, B, E = "down.lora_A", "down.lora_B", "embed.lora_A"
 FACTS = RunFacts(
@@ -205,10 +209,15 @@ def test_a_clipped_norm_is_compared_with_the_smaller_of_norm_and_limit(
 
 
 def run(*steps: StepNumbers, state: WatchState | None = None) -> WatchState:
-    state = state or WatchState()
-    for step in steps:
-        state = observe(state, step, FACTS)
-    return state
+    return after(steps, FACTS, state)
+
+
+def resumed(state: WatchState, facts: RunFacts = FACTS) -> Watchdog:
+    return watchdog(StepLimits(facts), saved=from_json(to_json(state)), reason="resumed")
+
+
+def memory(state: WatchState) -> Any:
+    return state.detectors["memory"]
 
 
 def many(count: int, step: StepNumbers, first: int = 1) -> list[StepNumbers]:
@@ -267,9 +276,7 @@ def test_a_first_handful_of_late_timesteps_is_no_measure_for_the_others() -> Non
 
 def test_limits_follow_the_compute_type() -> None:
     step = replace(STEP, groups=group(lora_balance=0.02))
-    state = WatchState()
-    for one in many(10, step):
-        state = observe(state, one, replace(FACTS, compute="fp32"))
+    state = after(many(10, step), replace(FACTS, compute="fp32"))
     assert set(state.found) == {"GradientImbalance"}
     assert state.found["GradientImbalance"].threshold == 0.01
     assert run(*many(10, step)).found == {}
@@ -285,30 +292,33 @@ def scales(*values: float, first: int) -> list[StepNumbers]:
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_an_optimizer_that_began_anew_shows_in_the_first_three_steps(lost: bool) -> None:
-    before = resumed(from_json(to_json(run(*many(20, STEP)))))
+    again = resumed(run(*many(20, STEP)))
     # Adam from nothing: |m / sqrt(v)| is 1 in its first step, then falls, for noise, as 0.74, 0.62.
-    after = scales(1.0, 0.74, 0.62, first=21) if lost else scales(0.45, 0.38, 0.41, first=21)
-    state = run(*after, state=before)
-    assert ("OptimizerStateLost" in state.found) == lost
+    for step in scales(*((1.0, 0.74, 0.62) if lost else (0.45, 0.38, 0.41)), first=21):
+        again.on_step(step)
+    assert ("OptimizerStateLost" in again.state.found) == lost
     if lost:
-        assert state.found["OptimizerStateLost"].value == pytest.approx(0.74 / 0.4)
+        assert again.state.found["OptimizerStateLost"].value == pytest.approx(0.74 / 0.4)
 
 
 def test_steps_of_an_optimizer_that_finds_its_rate_may_grow_after_a_resume() -> None:
     # Its second moment remembers gradients that were scaled by a smaller rate.
-    state, prodigy = resumed(run(*many(20, STEP))), replace(FACTS, finds_rate=True)
-    for one in scales(0.8, 1.0, 1.2, first=21):
-        state = observe(state, one, prodigy)
-    assert "OptimizerStateLost" not in state.found
+    again = resumed(run(*many(20, STEP)), replace(FACTS, finds_rate=True))
+    for step in scales(0.8, 1.0, 1.2, first=21):
+        again.on_step(step)
+    assert "OptimizerStateLost" not in again.state.found
 
 
 def test_sizes_that_jump_later_than_at_a_resume_are_no_lost_state() -> None:
-    state = resumed(run(*many(20, STEP)))
-    assert run(*scales(0.4, 0.4, 0.4, 1.0, 1.0, 1.0, first=21), state=state).found == {}
+    again = resumed(run(*many(20, STEP)))
+    for step in scales(0.4, 0.4, 0.4, 1.0, 1.0, 1.0, first=21):
+        again.on_step(step)
+    assert again.state.found == {}
 
 
 def test_a_resume_in_the_first_steps_has_nothing_to_compare_with() -> None:
-    assert at_resume(run(*many(4, STEP)).memory).before == {}
+    four, five = (Memory(scales={A: (0.4,) * count}) for count in (4, 5))
+    assert (at_resume(four).before, at_resume(five).before) == ({}, {A: 0.4})
 
 
 def restored(state: WatchState) -> WatchState:
@@ -320,5 +330,5 @@ def test_what_steps_are_compared_with_survives_a_checkpoint(
     change: Callable[[WatchState], WatchState],
 ) -> None:
     state = change(run(*many(12, STEP)))
-    assert state.memory.first_losses == (0.5,) * 12
-    assert state.memory.scales[A] == (0.4,) * 5
+    assert memory(state)["first_losses"] == [0.5] * 12
+    assert memory(state)["scales"][A] == [0.4] * 5

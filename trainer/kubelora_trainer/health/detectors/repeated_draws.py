@@ -1,20 +1,26 @@
-"""Whether timesteps and noise are drawn anew for each sample.
+"""Detects timesteps or noise that are not drawn again for each sample.
 
 A generator that is seeded with the same number each time, or a timestep that is rounded away,
 trains a single point of what the model must know: gradients obey every law, and the loss falls
 faster than it should. Chance does not repeat itself sixteen times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kubelora_api.status import Finding
 from kubelora_api.thresholds import DRAWS_REPEATED
+from kubelora_trainer.health.detector import NOTHING, Detector, Judgement
+from kubelora_trainer.health.watch_state import WatchState
+from kubelora_trainer.objective.micro_batch_facts import MicroBatchFacts
+from kubelora_trainer.telemetry.step_metrics import StepNumbers
 
 _LIMIT = int(DRAWS_REPEATED.limit or 0)
 
 
-class RepeatedDraws:
+class RepeatedDraws(Detector):
     """Counts, over the samples in the order of training, how often a draw was that before it."""
+
+    rows = (DRAWS_REPEATED,)
 
     def __init__(self) -> None:
         self._micro_step: int | None = None
@@ -22,7 +28,17 @@ class RepeatedDraws:
         self._in_a_row: dict[str, int] = {}
         self._worst: tuple[int, str] = (0, "")
 
-    def observe(self, micro_step: int, drawn: dict[str, Sequence[float]]) -> None:
+    def on_micro_batch(self, facts: MicroBatchFacts) -> None:
+        """Count its timesteps and noises."""
+        self._count(facts.micro_step, {"timestep": facts.timesteps, "noise": facts.noise})
+
+    def on_step(self, numbers: StepNumbers, known: WatchState) -> Judgement:
+        """Raise, once, what was the same for too long."""
+        if DRAWS_REPEATED.finding in known.found:
+            return NOTHING
+        return Judgement(self.findings(numbers.step))
+
+    def _count(self, micro_step: int, drawn: Mapping[str, Sequence[float]]) -> None:
         """Note a micro-step's draws, by what they are of: a number of each of its samples.
 
         A micro-step that is asked for once more (a compiled one is compared) is no repetition.
@@ -38,7 +54,7 @@ class RepeatedDraws:
             self._worst = max(self._worst, (self._in_a_row[what], what))
 
     def findings(self, step: int) -> tuple[Finding, ...]:
-        """What was the same for too long, as known in ``step``."""
+        """Return what was the same for too long, as known in ``step``."""
         count, what = self._worst
         if count < _LIMIT:
             return ()

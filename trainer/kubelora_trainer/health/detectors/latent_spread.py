@@ -1,4 +1,4 @@
-"""Whether the latents of a category's images say anything at all, at the scale they should have.
+"""Detects latents of a category's images that have no content, or not the scale they should have.
 
 A VAE that overflows in half precision, or a cache filled by one, gives latents that are all alike;
 the loss then looks fine, for noise on nothing is easily told. Latents that were never scaled drown
@@ -16,6 +16,10 @@ from torch import Tensor
 
 from kubelora_api.status import Finding
 from kubelora_api.thresholds import LATENTS_CONSTANT, LATENTS_UNSCALED, Event
+from kubelora_trainer.health.detector import Detector, Judgement
+from kubelora_trainer.health.watch_state import WatchState
+from kubelora_trainer.objective.micro_batch_facts import MicroBatchFacts
+from kubelora_trainer.telemetry.step_metrics import StepNumbers
 
 _LEAST = LATENTS_CONSTANT.limit or 0.0
 _MOST = LATENTS_UNSCALED.limit or math.inf
@@ -48,11 +52,13 @@ class _Category:
         return float(variance.sqrt().max())
 
 
-class LatentSpread:
+class LatentSpread(Detector):
     """Collects what is known of the latents, category by category.
 
     categories: of each sample, in the dataset's order; empty for none.
     """
+
+    rows = (LATENTS_CONSTANT, LATENTS_UNSCALED)
 
     def __init__(self, categories: Sequence[str]) -> None:
         self._categories = categories
@@ -63,19 +69,35 @@ class LatentSpread:
         }
         self._judged: dict[str, float] = {}
 
-    def observe(self, sample: int, latent: Tensor) -> None:
-        """Note a sample's scaled latent (channels, h, w), the first time it is used."""
+    def on_micro_batch(self, facts: MicroBatchFacts) -> None:
+        """Read the latents of images that are used for the first time; waits for the device."""
+        for place, sample in enumerate(facts.samples):
+            if self._wants(sample):
+                self._add(sample, facts.latent(place))
+
+    def on_step(self, numbers: StepNumbers, known: WatchState) -> Judgement:
+        """Raise, once each, what is wrong with a category on either side."""
+        found = (f for f in self.findings(numbers.step) if f.name not in known.found)
+        return Judgement(tuple(found))
+
+    def _wants(self, sample: int) -> bool:
+        """Whether this sample's latent is still to be looked at."""
+        if not self._categories:
+            return False
+        category = self._by_name[self._categories[sample]]
+        return sample not in self._seen and category.images < category.wanted
+
+    def _add(self, sample: int, latent: Tensor) -> None:
+        """Note the scaled latent (channels, h, w) of a sample that is wanted."""
         name = self._categories[sample]
         category = self._by_name[name]
-        if sample in self._seen or category.images == category.wanted:
-            return
         self._seen.add(sample)
         category.add(latent)
         if category.images == category.wanted:
             self._judged[name] = category.deviation
 
     def findings(self, step: int) -> tuple[Finding, ...]:
-        """What is wrong with the worst category on either side, as found in ``step``."""
+        """Return what is wrong with the worst category on either side, as found in ``step``."""
         if not self._judged:
             return ()
         least = min(self._judged, key=lambda name: self._judged[name])

@@ -1,0 +1,132 @@
+"""The protocol of every detector: what it is offered, and what it may answer.
+
+A run has several moments at which something can be seen to be wrong: its start, a micro-batch, a
+backward pass, a step's numbers, a checkpoint. A detector overrides the moments it needs; all others
+do nothing. It is built in one place (``health/detectors/__init__.py``), run by the watchdog alone,
+and known to nothing else: neither the loss nor the training loop names one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from kubelora_api.schema import JsonObject
+from kubelora_api.status import Finding
+from kubelora_api.thresholds import Event, Threshold
+from kubelora_trainer.health.watch_state import WatchState
+from kubelora_trainer.lora.adapter import AdapterModule
+from kubelora_trainer.objective.micro_batch_facts import MicroBatchFacts
+from kubelora_trainer.optim.base import AdapterOptimizer
+from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.storage.run_record import Rollback
+from kubelora_trainer.telemetry.step_metrics import StepNumbers
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """The point that training starts from: its beginning, a checkpoint, or a rollback's checkpoint.
+
+    untrained: whether the adapter is fresh, neither resumed nor initialised from another one.
+    step: optimizer steps done. moved: those among them that moved a weight. skipped: those that
+    the loss scaler left out. planned_before: optimizer steps that an earlier attempt planned; None
+    if unknown. rollback: what a rollback left out, once there was one.
+    """
+
+    reason: Literal["new", "resumed", "rolled back"]
+    buffers: AdapterBuffers
+    optimizer: AdapterOptimizer
+    modules: Sequence[AdapterModule] = ()
+    untrained: bool = False
+    step: int = 0
+    moved: int = 0
+    skipped: int = 0
+    planned_before: int | None = None
+    rollback: Rollback | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a detector concludes at one moment.
+
+    raised: findings that show now. cleared: names of findings that no longer show; one that is
+    neither raised nor cleared stays as it is. judged: names of findings that could be compared now.
+    lines: sentences for the run's log.
+    """
+
+    raised: tuple[Finding, ...] = ()
+    cleared: frozenset[str] = frozenset()
+    judged: frozenset[str] = frozenset()
+    lines: tuple[str, ...] = ()
+
+
+NOTHING = Judgement()
+
+
+class Detector(Protocol):
+    """One thing, or a few related ones, that can be wrong with a run.
+
+    rows: of `kubelora_api.thresholds`, those whose findings it raises.
+
+    Every moment but ``on_micro_batch`` may raise NumericalError where a number must not reach a
+    weight: it ends the run whatever ``health.policy`` is (exit code 3). Anything else is a finding.
+    """
+
+    rows: Sequence[Threshold | Event] = ()
+
+    def on_start(self, start: RunStart, known: WatchState) -> Judgement:
+        """Judge the start of a run, after ``load``; also after a resume and after a rollback."""
+        return NOTHING
+
+    def on_micro_batch(self, facts: MicroBatchFacts) -> None:
+        """Note what a micro-batch is made of, before its forward pass.
+
+        What is found is raised by ``on_step``. A micro-step may come twice: a compiled model's
+        gradients are compared on it.
+        """
+        return
+
+    def on_backward(self) -> None:
+        """Look at what a micro-batch's backward pass left behind. Nothing here may wait for the
+        device.
+        """
+        return
+
+    def measure(self, step: int) -> Mapping[str, Tensor]:
+        """Tensors on the device to copy to the host with the numbers of ``step``.
+
+        Called after the optimizer step, before the gradient is cleared. They arrive as
+        ``StepNumbers.extra`` under the same names, as flat lists. Start a name with the detector's.
+        """
+        return {}
+
+    def on_step(self, numbers: StepNumbers, known: WatchState) -> Judgement:
+        """Judge one optimizer step, once its numbers are on the host: one step late.
+
+        To act every N steps, return `NOTHING` unless ``numbers.step % N == 0``. A step that the
+        loss scaler skipped (``numbers.skipped``) moved nothing.
+        """
+        return NOTHING
+
+    def on_checkpoint(self, step: int, known: WatchState) -> Judgement:
+        """Judge the state that is about to be saved after ``step``; may wait for the device.
+
+        Called on every rank, after the numbers of ``step`` were judged.
+        """
+        return NOTHING
+
+    def state(self) -> JsonObject:
+        """Return what a resumed run must remember, as plain JSON, under keys of its own.
+
+        Tensors that must survive a resume belong to the telemetry, whose checkpoint has them.
+        """
+        return {}
+
+    def load(self, saved: JsonObject) -> None:
+        """Restore what ``state`` returned; ``saved`` holds the keys of all detectors.
+
+        A missing key is a checkpoint from before this detector existed: begin empty. Raises
+        ValueError for what ``state`` never returned.
+        """
+        return

@@ -1,0 +1,53 @@
+"""All detectors of a run, built in one place. A new one is a file here and a line below.
+
+See docs/how-to-add-a-detector.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kubelora_trainer.health.baseline import Baseline
+from kubelora_trainer.health.detector import Detector
+from kubelora_trainer.health.detectors import contract
+from kubelora_trainer.health.detectors.baseline_departure import BaselineDeparture
+from kubelora_trainer.health.detectors.latent_spread import LatentSpread
+from kubelora_trainer.health.detectors.quantities import RunFacts
+from kubelora_trainer.health.detectors.repeated_draws import RepeatedDraws
+from kubelora_trainer.health.detectors.step_limits import StepLimits
+from kubelora_trainer.health.startup_checks import FirstGradients
+from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What detectors are built from.
+
+    categories: of each sample, in the dataset's order; empty where images are not watched.
+    """
+
+    facts: RunFacts
+    buffers: AdapterBuffers
+    categories: Sequence[str] = ()
+    baseline: Baseline | None = None
+
+
+def build_detectors(run: Watched) -> tuple[Detector, ...]:
+    """Build every detector of a run.
+
+    The order is that of the findings of one step, and the first critical one is what the policy
+    acts on; of two broken contracts the first ends the run.
+    """
+    slots, compute = run.buffers.slots, run.buffers.plan.compute
+    return (
+        StepLimits(run.facts),
+        LatentSpread(run.categories),
+        RepeatedDraws(),
+        BaselineDeparture(run.baseline, run.facts.total_steps),
+        contract.Dtypes(),
+        contract.FreshAdapter(),
+        contract.RestoredOptimizer(),
+        contract.ReachedByBackward(),
+        contract.FiniteGradients(slots),
+        contract.FirstGradientsArrive(FirstGradients(slots, 0, compute)),
+        contract.RolledBack(),
+    )

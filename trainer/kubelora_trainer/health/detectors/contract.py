@@ -1,0 +1,111 @@
+"""The start-up contract as detectors: each ends the run where it is broken, whatever the policy.
+
+What is checked, and the sentences, are in ``health/startup_checks.py``; here it is decided when.
+"""
+
+from collections.abc import Sequence
+
+from kubelora_api.thresholds import ROLLED_BACK
+from kubelora_trainer.health.detector import NOTHING, Detector, Judgement, RunStart
+from kubelora_trainer.health.startup_checks import (
+    FirstGradients,
+    ReachedModules,
+    check_dtypes,
+    check_finite,
+    check_fresh_adapter,
+    check_resumed,
+)
+from kubelora_trainer.health.watch_state import WatchState
+from kubelora_trainer.optim.flat_buffers import Slot
+from kubelora_trainer.telemetry.step_metrics import StepNumbers
+
+
+class Dtypes(Detector):
+    """Working copy, gradients, master weights and optimizer state have the planned dtypes."""
+
+    def on_start(self, start: RunStart, known: WatchState) -> Judgement:
+        """Compare them."""
+        if start.reason == "rolled back":
+            return NOTHING
+        return Judgement(lines=(f"contract: {check_dtypes(start.buffers, start.optimizer)}",))
+
+
+class FreshAdapter(Detector):
+    """An adapter that has learned nothing changes nothing."""
+
+    def on_start(self, start: RunStart, known: WatchState) -> Judgement:
+        """Check that |B·A| is 0."""
+        if not start.untrained:
+            return NOTHING
+        check_fresh_adapter(start.buffers, start.modules)
+        return Judgement(lines=("contract: a fresh adapter, |B·A| = 0",))
+
+
+class RestoredOptimizer(Detector):
+    """The optimizer knows every step that the checkpoint's manifest counts."""
+
+    def on_start(self, start: RunStart, known: WatchState) -> Judgement:
+        """Compare the two counts."""
+        if start.reason == "new":
+            return NOTHING
+        held = check_resumed(start.optimizer, start.step, start.skipped)
+        return Judgement(lines=(f"contract: {held}",) if start.reason == "resumed" else ())
+
+
+class ReachedByBackward(Detector):
+    """Every adapter module is reached by the first backward pass of an attempt."""
+
+    def __init__(self) -> None:
+        self._reached: ReachedModules | None = None
+
+    def on_start(self, start: RunStart, known: WatchState) -> Judgement:
+        """Watch the next backward pass."""
+        if self._reached is None:
+            self._reached = ReachedModules(start.buffers)
+        return NOTHING
+
+    def on_backward(self) -> None:
+        """Check the first one; later calls do nothing."""
+        if self._reached is not None:
+            self._reached.check()
+
+
+class FiniteGradients(Detector):
+    """No gradient is NaN or infinite, but what a smaller loss scale cures."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+
+    def on_step(self, numbers: StepNumbers, known: WatchState) -> Judgement:
+        """Check the step's gradient."""
+        check_finite(self._slots, numbers)
+        return NOTHING
+
+
+class FirstGradientsArrive(Detector):
+    """Each factor gets a gradient as soon as the mathematics gives it one."""
+
+    def __init__(self, first: FirstGradients) -> None:
+        self._first = first
+
+    def on_start(self, start: RunStart, known: WatchState) -> Judgement:
+        """Note how many steps have moved a weight."""
+        self._first.rewind(start.moved)
+        return NOTHING
+
+    def on_step(self, numbers: StepNumbers, known: WatchState) -> Judgement:
+        """Check the step's norms."""
+        self._first.observe(numbers)
+        return NOTHING
+
+
+class RolledBack(Detector):
+    """A run that went back is not called healthy."""
+
+    rows = (ROLLED_BACK,)
+
+    def on_start(self, start: RunStart, known: WatchState) -> Judgement:
+        """Raise what the rollback left out."""
+        if start.reason != "rolled back" or start.rollback is None:
+            return NOTHING
+        return Judgement((start.rollback.as_finding(),))

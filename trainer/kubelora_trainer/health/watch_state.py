@@ -1,0 +1,74 @@
+"""What the watchdog knows of a run: findings, verdict, and what its detectors remember."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import PlainSerializer, TypeAdapter
+
+from kubelora_api.schema import JsonObject
+from kubelora_api.status import Finding, HealthStatus, Verdict
+from kubelora_api.thresholds import THRESHOLDS
+
+MAX_FINDINGS = 10
+Names = Annotated[frozenset[str], PlainSerializer(sorted)]
+"""The same bytes for the same set, whatever the order of its hashes."""
+
+
+@dataclass(frozen=True)
+class WatchState:
+    """The watchdog's knowledge.
+
+    judged: findings that every run can be judged by, once they were compared.
+    found: by finding, as last raised and with the worst value since; never removed.
+    active: findings that the newest step still shows.
+    accepted: active findings that the user resumed the run with; dropped once they clear.
+    detectors: what the detectors remember, by their own keys; filled in for a checkpoint alone.
+    """
+
+    judged: Names = frozenset()
+    found: Mapping[str, Finding] = field(default_factory=dict)
+    active: Names = frozenset()
+    accepted: Names = frozenset()
+    detectors: JsonObject = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst finding so far; Unknown until every limit has been compared once."""
+        severities = {f.severity for f in self.found.values()}
+        if "critical" in severities:
+            return "Critical"
+        if severities:
+            return "Warning"
+        wanted = {t.finding for t in THRESHOLDS if t.everywhere}
+        return "Healthy" if self.judged >= wanted else "Unknown"
+
+    @property
+    def due(self) -> Finding | None:
+        """A critical finding that the newest step still shows and nobody has accepted."""
+        shown = (f for n, f in self.found.items() if n in self.active - self.accepted)
+        return next((f for f in shown if f.severity == "critical"), None)
+
+    def shown(self, name: str) -> Finding | None:
+        """The finding of this name, where the step before still showed it."""
+        return self.found.get(name) if name in self.active else None
+
+    def status(self) -> HealthStatus:
+        """The verdict and findings, as the job's status has them."""
+        return HealthStatus(verdict=self.verdict, findings=list(self.found.values())[:MAX_FINDINGS])
+
+
+_STATE = TypeAdapter(WatchState)
+_OWN = frozenset({"judged", "found", "active", "accepted"})
+
+
+def to_json(state: WatchState) -> JsonObject:
+    """Return the state as plain JSON, for a checkpoint: the detectors' keys next to its own."""
+    own = _STATE.dump_python(state, mode="json", by_alias=True, include=set(_OWN))
+    return {**state.detectors, **own}
+
+
+def from_json(saved: JsonObject) -> WatchState:
+    """Return the state that ``to_json`` wrote. Raises ValueError for anything else."""
+    state = _STATE.validate_python({key: saved[key] for key in saved.keys() & _OWN})
+    return replace(state, detectors={k: v for k, v in saved.items() if k not in _OWN})

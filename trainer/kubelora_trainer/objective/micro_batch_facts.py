@@ -1,0 +1,30 @@
+"""Facts of a micro-batch for whoever watches the data: the objective's side of an observer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatchFacts:
+    """One micro-batch, sample by sample. Reading it does not wait for the device.
+
+    Attributes:
+        micro_step: From 0, over the run.
+        samples: Indices into the dataset.
+        timesteps: As the noise scheduler counts them.
+        noise: The first element of each sample's noise.
+        latent: Returns the scaled mean of the i-th sample's latent, fp32 (channels, h, w) on the
+            device; computed on each call.
+    """
+
+    micro_step: int
+    samples: tuple[int, ...]
+    timesteps: tuple[int, ...]
+    noise: tuple[float, ...]
+    latent: Callable[[int], Tensor]
+
+
+def ignore(facts: MicroBatchFacts) -> None:
+    """Discard the facts."""
