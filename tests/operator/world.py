@@ -160,7 +160,12 @@ class World:
         self.pods.append(TrainerPod(f"bottles-0b5e7-{attempt}-0", f"pod-{self.serial}", attempt))
 
     def pod_runs(self) -> None:
-        self._pods(lambda p: p.phase == "Pending", phase="Running", running=True, since=self.now)
+        self._pods(
+            lambda p: p.phase == "Pending" and p.writing,
+            phase="Running",
+            running=True,
+            since=self.now,
+        )
 
     def pod_exits(self, code: int, *, out_of_memory: bool = False, evicted: bool = False) -> None:
         """The pod's container ends by itself or by an eviction, and the Job controller judges."""

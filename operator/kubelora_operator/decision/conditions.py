@@ -89,6 +89,16 @@ class Conditions:
         others = {c.type: c for c in self.items} | {kind: fresh}
         return Conditions(tuple(others[t] for t in TYPES if t in others), self.generation, self.now)
 
+    def observed(self, except_for: Iterable[str]) -> "Conditions":
+        """Return the conditions, true for this generation but for those of the given types."""
+        items = tuple(
+            c
+            if c.type in except_for
+            else c.model_copy(update={"observed_generation": self.generation})
+            for c in self.items
+        )
+        return Conditions(items, self.generation, self.now)
+
     def clear(self, kind: ConditionType, reason: str, message: str) -> "Conditions":
         """Set the condition to False if it is present; a condition never set stays absent.
 

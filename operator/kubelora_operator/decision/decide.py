@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from kubelora_api.report import FinalReport
+from kubelora_api.status import JobStatus
 from kubelora_operator.decision.conditions import (
     ACCEPTED,
     COMPLETE,
@@ -54,6 +55,7 @@ from kubelora_operator.decision.lost_node import (
 from kubelora_operator.decision.plan import ReconcilePlan
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, set_not_running
 from kubelora_operator.decision.policy_suspension import (
+    USER_WAIT_REASONS,
     policy_is_suspend,
     suspend_by_policy,
     waits_for_user,
@@ -93,13 +95,20 @@ def decide(
     if _terminal(builder.conditions):
         stale = tuple(c for c in snapshot.children if c.live and not c.deleting)
         return ReconcilePlan(
-            snapshot.status,
+            _observed(builder),
             delete=stale,
             force_delete=forced_pods(snapshot, now),
             requeue_after=REQUEUE_SOON if builder.live else None,
         )
     builder = _decide(_set_accepted(_recover_attempt_number(builder)), poll)
     return _build_plan(builder if _terminal(builder.conditions) else report_overdue_pod(builder))
+
+
+def _observed(builder: PlanBuilder) -> JobStatus:
+    """Return the status with the generation for which it is true; clients wait for that."""
+    seen = {"observed_generation": builder.snapshot.generation}
+    conditions = [c.model_copy(update=seen) for c in builder.status.conditions]
+    return builder.status.model_copy(update=seen | {"conditions": conditions})
 
 
 def _terminal(conditions: Conditions) -> bool:
@@ -214,6 +223,7 @@ def _complete(builder: PlanBuilder, child: Child) -> PlanBuilder:
     builder = set_not_running(
         replace(builder, status=status), "Finished", "the trainer has finished", ended
     )
+    builder = builder.clear_condition(QUEUED, "Complete", "the job is complete")
     builder = builder.clear_condition(RESTARTING, "Complete", "the job is complete")
     builder = builder.clear_condition(SUSPENDED, "Complete", "the job is complete")
     if final or builder.status.health:
@@ -246,6 +256,9 @@ def _account_for_failure(builder: PlanBuilder, failure: Failure) -> PlanBuilder:
     builder = set_not_running(
         builder, failure.explanation.reason, failure.explanation.message, ended
     )
+    builder = builder.clear_condition(
+        QUEUED, "AttemptEnded", f"attempt {builder.status.attempt} has ended"
+    )
     builder = count_free_restart(builder.update_status(restarts=restarts), failure)
     if builder.snapshot.suspend and not builder.live:
         return _suspend(builder)
@@ -274,6 +287,7 @@ def _fail(builder: PlanBuilder, explanation: Explanation) -> PlanBuilder:
         return replace(builder, requeue_after=REQUEUE_SOON)
     ended = finish_time(builder.child, builder.now)
     builder = set_not_running(builder, explanation.reason, explanation.message, ended)
+    builder = builder.clear_condition(QUEUED, "Failed", "the job has failed")
     builder = builder.clear_condition(RESTARTING, "Failed", "the job has failed")
     builder = builder.clear_condition(SUSPENDED, "Failed", "the job has failed")
     if builder.status.health and builder.status.health.verdict != "Unknown":
@@ -301,6 +315,9 @@ def _suspend(builder: PlanBuilder) -> PlanBuilder:
     live = tuple(c for c in builder.snapshot.children if c.live and not c.deleting)
     others = tuple(c for c in builder.delete if c not in live)
     builder = builder.clear_condition(QUEUED, "Suspended", "spec.suspend is true")
+    final = _final_report(builder.pods)
+    if final or builder.status.progress:
+        builder = replace(builder, status=apply_final_report(builder.status, final, done=False))
     if builder.live:
         builder = builder.set_condition(
             SUSPENDED, False, "Suspending", "the pods are saving a checkpoint before they exit"
@@ -352,6 +369,8 @@ def _start(builder: PlanBuilder) -> PlanBuilder:
 
 def _create(builder: PlanBuilder) -> PlanBuilder:
     rejection = builder.snapshot.rejection
+    number = builder.status.attempt
+    builder = builder.clear_condition(QUEUED, "Starting", f"attempt {number} is being created")
     if rejection:
         builder = _set_waiting(builder, rejection.reason, rejection.message)
     elif builder.conditions.reason(RUNNING) not in _REJECTIONS:
@@ -387,10 +406,12 @@ def _final_report(pods: tuple[TrainerPod, ...]) -> FinalReport | None:
 
 def _build_plan(builder: PlanBuilder) -> ReconcilePlan:
     """Put conditions and state into the status, and derive the Events from what changed."""
+    # A suspension that waits for its user is over with the next generation, so it keeps its own.
+    held = (SUSPENDED,) if builder.conditions.reason(SUSPENDED) in USER_WAIT_REASONS else ()
     status = builder.status.model_copy(
         update={
             "observed_generation": builder.snapshot.generation,
-            "conditions": list(builder.conditions.items),
+            "conditions": list(builder.conditions.observed(except_for=held).items),
             "state": display_state(builder.conditions, builder.status.attempt),
         }
     )

@@ -6,6 +6,7 @@ from typing import Final
 
 from kubelora_api.status import ConditionType, JobStatus
 from kubelora_operator.decision.conditions import (
+    HEALTHY,
     RESTARTING,
     RUNNING,
     SUSPENDED,
@@ -13,6 +14,7 @@ from kubelora_operator.decision.conditions import (
     Truth,
     parse_time,
 )
+from kubelora_operator.decision.run_progress import set_health_condition
 from kubelora_operator.decision.snapshot import Child, Snapshot, TrainerPod
 from kubelora_operator.decision.trainer_end import judge_child
 
@@ -101,4 +103,9 @@ def set_not_running(
     if running and running.status == "True":
         ran = max(int((ended - parse_time(running.last_transition_time)).total_seconds()), 0)
         builder = builder.update_status(active_seconds=(builder.status.active_seconds or 0) + ran)
+    if builder.conditions.reason(HEALTHY) == "StatusUnreachable":
+        # That was about a running pod; without one, the last verdict holds again.
+        builder = replace(
+            builder, conditions=set_health_condition(builder.conditions, builder.status.health)
+        )
     return builder.set_condition(RUNNING, False, reason, message)

@@ -5,6 +5,7 @@ annotation nor a command.
 """
 
 from dataclasses import replace
+from typing import Final
 
 from kubelora_operator.decision.conditions import RESTARTING, SUSPENDED
 from kubelora_operator.decision.failure import HEALTH_POLICY_REASON
@@ -12,6 +13,9 @@ from kubelora_operator.decision.free_restarts import BUDGET_REASON
 from kubelora_operator.decision.plan_builder import PlanBuilder
 from kubelora_operator.decision.run_progress import set_health_condition
 from kubelora_operator.decision.snapshot import Explanation
+
+USER_WAIT_REASONS: Final = (HEALTH_POLICY_REASON, BUDGET_REASON)
+"""Reasons of a suspension that ends when the user changes the spec."""
 
 
 def suspend_by_policy(builder: PlanBuilder, explanation: Explanation) -> PlanBuilder:

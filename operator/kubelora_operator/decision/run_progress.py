@@ -96,7 +96,7 @@ def apply_final_report(status: JobStatus, final: FinalReport | None, done: bool)
 def set_health_condition(conditions: Conditions, health: HealthStatus | None) -> Conditions:
     """Set NumericallyHealthy from the verdict of the run's watchdog."""
     if health is None or health.verdict == "Unknown":
-        if conditions.get(HEALTHY):
+        if conditions.get(HEALTHY) and conditions.reason(HEALTHY) != "StatusUnreachable":
             return conditions
         return conditions.set(HEALTHY, "Unknown", "NoReport", "no pod has reported yet")
     summary = " ".join(f.message for f in health.findings[:3])

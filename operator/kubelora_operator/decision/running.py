@@ -54,6 +54,8 @@ def track(builder: PlanBuilder, child: Child, poll: timedelta) -> PlanBuilder:
         builder = builder.set_condition(
             QUEUED, False, "Admitted", f"queue {child.queue} has admitted the job"
         )
+    else:
+        builder = builder.clear_condition(QUEUED, "NoQueue", f"Job {child.name} is in no queue")
     pods = [p for p in builder.pods if p.writing and not p.deleting]
     waited_for, first = blocking_pod(pods), reporting_pod(pods)
     nodes = builder.snapshot.spec.workers.nodes if builder.snapshot.spec else 1
