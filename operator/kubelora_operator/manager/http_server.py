@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 Check = Callable[[], str | None]
 """Health check: returns None if healthy, else the problem as a sentence."""
@@ -30,10 +31,11 @@ async def serve_http(
     async def ready(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
-    async def expose(_: web.Request) -> web.Response:
-        return web.Response(
-            body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
+    async def expose(request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        response = web.Response(body=encode(registry), headers={"Content-Type": content_type})
+        response.enable_compression()  # gzip, if the client accepts it
+        return response
 
     app = web.Application()
     app.router.add_get("/healthz", health)

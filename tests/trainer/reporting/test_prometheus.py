@@ -1,8 +1,11 @@
 """The metrics port: what it serves, and how long a finished run waits for Prometheus."""
 
+import gzip
+import http.client
 import json
 import math
 import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -13,6 +16,7 @@ from dataclasses import replace
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kubelora_api import metrics
@@ -189,9 +193,97 @@ def test_the_health_probe_answers_and_other_paths_do_not(exporter: Exporter) -> 
     assert get(exporter, "/")[0] == 404
 
 
-def test_a_reader_that_says_nothing_blocks_nobody(exporter: Exporter) -> None:
-    with socket.create_connection(("127.0.0.1", exporter.port)):
-        assert get(exporter, "/healthz")[0] == 200
+@pytest.mark.parametrize("path", ["/metrics", "/status", "/healthz", "/nothing"])
+def test_head_is_get_without_the_body(exporter: Exporter, path: str) -> None:
+    def ask(method: str) -> tuple[int, str | None, str | None, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", exporter.port, timeout=10)
+        connection.request(method, path)
+        with connection.getresponse() as answer:
+            about = answer.getheader("Content-Type"), answer.getheader("Content-Length")
+            return answer.status, *about, answer.read()
+
+    *about_get, body = ask("GET")
+    *about_head, nothing = ask("HEAD")
+    assert about_head == about_get
+    assert about_get[0] == (404 if path == "/nothing" else 200)
+    assert about_get[2] == str(len(body))
+    assert nothing == b""
+    assert ask("POST")[0] == 405
+
+
+def test_openmetrics_is_spoken_to_those_who_ask_for_it(exporter: Exporter) -> None:
+    url = f"http://127.0.0.1:{exporter.port}/metrics"
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+    request = urllib.request.Request(url, headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        text = answer.read().decode()
+    assert text.endswith("# EOF\n")
+    samples = {
+        s.name
+        for family in openmetrics(text)  # type: ignore[no-untyped-call]
+        for s in family.samples
+    }
+    assert {m.name for m in metrics.TRAINER_METRICS} <= samples
+
+
+def test_gzip_is_sent_to_those_who_accept_it(exporter: Exporter) -> None:
+    url = f"http://127.0.0.1:{exporter.port}/metrics"
+    request = urllib.request.Request(url, headers={"Accept-Encoding": "gzip"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.headers["Content-Encoding"] == "gzip"
+        text = gzip.decompress(answer.read()).decode()
+    assert text == get(exporter, "/metrics")[1]
+
+
+def test_unknown_paths_are_answered_with_the_known_ones(exporter: Exporter) -> None:
+    assert get(exporter, "/metric") == (
+        404,
+        "not found; this port serves /metrics, /status and /healthz\n",
+    )
+
+
+def test_an_error_while_answering_is_logged_and_ends_no_thread(
+    exporter: Exporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> list[ModuleNumbers]:
+        raise RuntimeError("no numbers")
+
+    exporter.worst_modules = broken
+    assert get(exporter, "/status")[0] == 500
+    assert "no numbers" in caplog.text
+    assert get(exporter, "/healthz")[0] == 200
+
+
+def test_hostile_clients_disturb_neither_others_nor_the_log(
+    exporter: Exporter, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One says nothing until its time is up, one sends garbage, one leaves before the answer."""
+    monkeypatch.setattr("kubelora_trainer.reporting.prometheus._Handler.timeout", 0.2)
+    silent = socket.create_connection(("127.0.0.1", exporter.port), timeout=10)
+    assert get(exporter, "/healthz")[0] == 200
+    garbage = socket.create_connection(("127.0.0.1", exporter.port), timeout=10)
+    garbage.sendall(b"\xff\x00\r\n\r\n")
+    leaving = socket.create_connection(("127.0.0.1", exporter.port), timeout=10)
+    leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    leaving.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+    leaving.close()
+    assert silent.recv(1) == b""  # the server has hung up
+    garbage.recv(1)
+    assert get(exporter, "/healthz")[0] == 200
+    silent.close()
+    garbage.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_only_a_scrape_that_arrived_counts(exporter: Exporter) -> None:
+    """HEAD, and a GET of something else, are no scrapes even with Prometheus' header."""
+    for path, method in (("/metrics", "HEAD"), ("/status", "GET")):
+        url = f"http://127.0.0.1:{exporter.port}{path}"
+        request = urllib.request.Request(url, headers={PROMETHEUS_HEADER: "10"}, method=method)
+        urllib.request.urlopen(request, timeout=10).close()
+    scrape(exporter)
+    assert exporter.scrapes_seen == 1
 
 
 def test_a_taken_port_is_an_error_or_another_port(exporter: Exporter) -> None:
