@@ -49,7 +49,7 @@ def budget_exceeded(builder: PlanBuilder) -> bool:
 
 
 def suspend_by_budget(builder: PlanBuilder, failure: Failure) -> PlanBuilder:
-    """Set Suspended, with a message that says how to resume."""
+    """Set Suspended, with a message on how to resume."""
     builder = builder.clear_condition(RESTARTING, BUDGET_REASON, "the job waits for the user")
     return builder.set_condition(
         SUSPENDED,

@@ -81,7 +81,7 @@ BEFORE_TRAINING = "nothing had been trained since the start"
     ("phase", "sentence"),
     [
         (
-            "kubelora_trainer.cli.job_file.read_job",
+            "kubelora_trainer.cli.job_file.load_job",
             f"while the model was fetched; {BEFORE_TRAINING}",
         ),
         (
@@ -113,7 +113,7 @@ def test_a_stop_before_training_ends_75_at_once_and_the_same_command_goes_on(
     assert sentence in stopped.output
     assert "Traceback" not in stopped.output
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-    assert name in stopped.output or "looked at" in stopped.output
+    assert name in stopped.output or "was checked" in stopped.output
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["state"] == "Interrupted"
     if phase.endswith("load_base_model"):
