@@ -14,6 +14,7 @@ from typing import Final
 
 from kubelora_api import names
 from kubelora_api.schema import JsonObject
+from kubelora_api.status import JobStatus
 from kubelora_operator.attempt.manifests import build_config_map, build_job, build_service
 from kubelora_operator.controller.convert import owned_by
 from kubelora_operator.controller.snapshot_reader import FetchedJob, parse_status
@@ -94,7 +95,11 @@ class PlanApplier:
         except ApiError as error:
             if error.code in (404, 409):
                 raise StaleSnapshotError(error.message) from error
-            raise
+            plain = without_reports(plan.status, parse_status(document))
+            if error.code not in (400, 422) or plain == plan.status:
+                raise
+            log.warning("status refused, writing it without the pods' reports: %s", error)
+        return await self._cluster.put_status(document | {"status": plain.document()})
 
     async def _delete(self, snapshot: Snapshot, plan: ReconcilePlan, now: datetime) -> None:
         """Delete Jobs and pods; a refusal is an Event, and the queue retries."""
@@ -182,6 +187,15 @@ class PlanApplier:
             "lastTimestamp": stamp,
             "count": 1,
         }
+
+
+def without_reports(status: JobStatus, old: JobStatus) -> JobStatus:
+    """Return the status with what pods reported left as it was.
+
+    What a pod reports must not keep the operator from writing what it decided.
+    """
+    reported = ("progress", "health", "checkpoint", "artifacts")
+    return status.model_copy(update={name: getattr(old, name) for name in reported})
 
 
 async def _ensure_owned(

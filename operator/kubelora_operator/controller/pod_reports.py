@@ -1,13 +1,14 @@
 """Reports of pods: the body of ``GET /status`` and the termination message.
 
 A pod runs an image chosen by the user, so its answers are not trusted: sizes and times are bounded,
-redirects are not followed, numbers that do not fit into a status are dropped, and the report must
-be about this run.
+redirects are not followed, types are strict, numbers that do not fit into a status are dropped,
+text loses its control characters, and the report must be about this run.
 """
 
 import asyncio
 import json
 import math
+import re
 from typing import Final
 
 import aiohttp
@@ -23,6 +24,10 @@ _BODY_MAX: Final = 256 * 1024
 _INTEGER_MAX: Final = 2**53
 """Largest integer that every JSON reader represents exactly."""
 _MESSAGE_MAX: Final = 600
+_ESCAPE_CODE: Final = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])"
+)
+"""ANSI control sequences and operating system commands, which a terminal would obey."""
 
 
 async def fetch_report(
@@ -69,7 +74,7 @@ def parse_report(body: bytes, run_id: str, attempt: int) -> RunReport | Unreacha
         attempt: Attempt that the report must be about.
     """
     try:
-        report = RunReport.model_validate(_parse(body))
+        report = RunReport.model_validate(_parse(body), strict=True)
     except (ValueError, ValidationError, RecursionError):
         return Unreachable("the answer is not a report of a KubeLoRA trainer")
     if report.run_id != run_id or report.attempt != attempt:
@@ -93,7 +98,7 @@ def parse_termination_message(
         The final report, or None and the end of the message as printable text.
     """
     try:
-        final = FinalReport.model_validate(_parse(message.encode()))
+        final = FinalReport.model_validate(_parse(message.encode()), strict=True)
     except (ValueError, ValidationError, RecursionError):
         return None, _printable(messages_of(message))
     if final.run_id != run_id or final.attempt != attempt:
@@ -111,13 +116,34 @@ async def _bounded(stream: aiohttp.StreamReader) -> bytes | None:
 
 
 def _parse(body: bytes) -> object:
-    """Parse JSON whose numbers fit into a status: NaN and infinities become null.
+    """Parse JSON whose numbers and text fit into a status: NaN and infinities become null.
 
     Raises ValueError for an integer that JSON readers cannot represent exactly.
     """
-    return json.loads(
-        body, parse_constant=lambda _: None, parse_float=_finite, parse_int=_bounded_int
+    return _clean(
+        json.loads(body, parse_constant=lambda _: None, parse_float=_finite, parse_int=_bounded_int)
     )
+
+
+def _clean(value: object) -> object:
+    """Remove escape codes and control characters from every text; refuse negative integers.
+
+    Nothing that a report counts is negative: steps, attempts, bytes.
+    """
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, int) and value < 0:
+        raise ValueError("negative integer")
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    if isinstance(value, dict):
+        return {clean_text(key): _clean(item) for key, item in value.items()}
+    return value
+
+
+def clean_text(text: str) -> str:
+    """Return the text without escape codes, with a space for each other control character."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in _ESCAPE_CODE.sub("", text))
 
 
 def _finite(text: str) -> float | None:
@@ -132,5 +158,5 @@ def _bounded_int(text: str) -> int:
 
 
 def _printable(message: str) -> str:
-    printable = "".join(c if c.isprintable() or c == "\n" else " " for c in message).strip()
+    printable = clean_text(message).strip()
     return printable if len(printable) <= _MESSAGE_MAX else "…" + printable[-_MESSAGE_MAX:]

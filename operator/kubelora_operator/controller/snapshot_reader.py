@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 import aiohttp
+from pydantic import ValidationError
 
 from kubelora_api.documents import InvalidDocumentError, parse_job
 from kubelora_api.job import LoraTrainingJob
@@ -84,6 +85,7 @@ class SnapshotReader:
             spec=job.spec if job else None,
             suspend=_suspend(document),
             status=status,
+            status_problems=status_problems(document),
             problems=problems,
             deleting="deletionTimestamp" in document["metadata"],
             children=children,
@@ -183,16 +185,25 @@ def parse_resource(document: JsonObject) -> tuple[LoraTrainingJob | None, tuple[
 
 
 def parse_status(document: JsonObject) -> JobStatus:
-    """Parse the status; keep only the attempt number if it is invalid."""
+    """Parse the status; an empty one if there is none or `status_problems` finds any."""
     raw = document.get("status")
-    if not isinstance(raw, dict):
+    if not isinstance(raw, dict) or status_problems(document):
         return JobStatus()
+    return JobStatus.model_validate(raw)
+
+
+def status_problems(document: JsonObject) -> tuple[str, ...]:
+    """Return what can't be read in the status, as field and reason.
+
+    A newer operator may have written it; acting without it would run finished work again.
+    """
     try:
-        return JobStatus.model_validate(raw)
-    except ValueError:
-        attempt = raw.get("attempt")
-        whole = isinstance(attempt, int) and not isinstance(attempt, bool) and attempt > 0
-        return JobStatus(attempt=attempt if whole else 0)
+        JobStatus.model_validate(document.get("status") or {})
+    except ValidationError as error:
+        return tuple(
+            f"{'.'.join(['status', *map(str, e['loc'])])}: {e['msg']}" for e in error.errors()
+        )
+    return ()
 
 
 def _suspend(document: JsonObject) -> bool:

@@ -29,7 +29,7 @@ from kubelora_operator.decision.conditions import (
     parse_time,
 )
 from kubelora_operator.decision.display_state import display_state
-from kubelora_operator.decision.events import events_for_changes
+from kubelora_operator.decision.events import events_for_changes, unreadable_status
 from kubelora_operator.decision.failure import (
     FREE_REASONS,
     Failure,
@@ -86,6 +86,8 @@ def decide(
     """
     if snapshot.deleting:
         return ReconcilePlan(status=snapshot.status)
+    if snapshot.status_problems:
+        return ReconcilePlan(status=snapshot.status, events=(unreadable_status(snapshot),))
     builder = PlanBuilder(
         snapshot,
         now,

@@ -16,6 +16,7 @@ from kubelora_operator.decision.conditions import (
 from kubelora_operator.decision.failure import HEALTH_POLICY_REASON
 from kubelora_operator.decision.free_restarts import BUDGET_REASON
 from kubelora_operator.decision.plan import JobEvent
+from kubelora_operator.decision.snapshot import Snapshot
 
 _EVENT_WHEN_TRUE: Final = (QUEUED, SUSPENDED, RESTARTING, COMPLETE, FAILED)
 _WARNING_WHEN_TRUE: Final = (RESTARTING, FAILED)
@@ -33,6 +34,16 @@ def events_for_changes(old: JobStatus, new: JobStatus) -> tuple[JobEvent, ...]:
     # Running=False has the same reason as the failure: one Event is enough.
     shown = [c for c in changed if c.type != RUNNING or c.reason not in ended]
     return tuple(event for c in shown if (event := _event_for(c)))
+
+
+def unreadable_status(snapshot: Snapshot) -> JobEvent:
+    """Return the Event for a status that is left as it is, because it can't be read."""
+    return JobEvent(
+        "Warning",
+        "StatusUnreadable",
+        "the operator leaves this job as it is, because it can't read "
+        f"{snapshot.status_problems[0]}. If a newer operator wrote it, install that version again",
+    )
 
 
 def _is_failure(condition: Condition) -> bool:

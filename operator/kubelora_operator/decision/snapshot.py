@@ -135,6 +135,7 @@ class Snapshot:
     """Everything that a decision about one job depends on.
 
     spec: None if the resource is invalid; ``problems`` then lists the violations.
+    status_problems: What can't be read in the status, which is then left as it is.
     config_map_attempts: Attempts whose ConfigMap exists; read only if the status has no attempt.
     report: None if no report was requested, because no pod runs or the last one is recent.
     rejection: Why the API server has just refused to create the attempt's objects.
@@ -148,6 +149,7 @@ class Snapshot:
     suspend: bool
     status: JobStatus
     problems: tuple[str, ...] = ()
+    status_problems: tuple[str, ...] = ()
     deleting: bool = False
     children: tuple[Child, ...] = ()
     pods: tuple[TrainerPod, ...] = ()

@@ -9,13 +9,18 @@ import pytest
 from aiohttp import web
 
 from kubelora_api.report import RunReport
+from kubelora_api.schema import JsonObject
+from kubelora_api.status import JobStatus, Progress
+from kubelora_operator.controller.apply import without_reports
 from kubelora_operator.controller.pod_reports import (
     fetch_report,
     parse_report,
     parse_termination_message,
 )
+from kubelora_operator.controller.snapshot_reader import parse_status, status_problems
+from kubelora_operator.decision.decide import decide
 from kubelora_operator.decision.snapshot import TrainerPod, Unreachable
-from tests.operator.world import UID
+from tests.operator.world import START, UID, make_snapshot
 
 GOOD = {"runId": UID, "attempt": 1, "phase": "Training", "step": 7, "totalSteps": 10, "loss": 0.5}
 POD = TrainerPod("p", "u", 1, address="127.0.0.9", running=True)
@@ -38,6 +43,11 @@ def test_a_report_is_read() -> None:
         json.dumps(GOOD | {"runId": "someone else"}).encode(),
         json.dumps(GOOD | {"attempt": 2}).encode(),
         json.dumps(GOOD | {"step": 10**30}).encode(),
+        json.dumps(GOOD | {"step": "12345678901234567890"}).encode(),
+        json.dumps(GOOD | {"step": -1}).encode(),
+        json.dumps(GOOD | {"step": True}).encode(),
+        json.dumps(GOOD | {"loss": "inf"}).encode(),
+        json.dumps(GOOD | {"secondsLeft": "nan"}).encode(),
     ],
 )
 def test_what_is_no_report_of_this_run_is_refused(body: bytes) -> None:
@@ -62,6 +72,45 @@ def test_a_final_report_is_read_and_anything_else_is_last_words() -> None:
         "Traceback\nValueError: x",
     )
     assert parse_termination_message("a" * 5000, UID, 1)[1] == "…" + "a" * 600
+
+
+def test_what_a_terminal_would_obey_is_taken_out_of_messages() -> None:
+    hostile = "\x1b[31mred\x1b[0m \x1b]0;title\x07a\x00b\x9bc\u202ed"
+    message = json.dumps({"runId": UID, "attempt": 1, "exitCode": 2, "message": hostile})
+    final, _ = parse_termination_message(message, UID, 1)
+    assert final is not None
+    assert final.message == "red a b c d"
+    assert parse_termination_message(hostile, UID, 1) == (None, "red a b c d")
+
+
+def test_a_final_report_with_hostile_numbers_is_last_words_only() -> None:
+    hostile = json.dumps({"runId": UID, "attempt": 1, "exitCode": 0, "message": "", "loss": "inf"})
+    assert parse_termination_message(hostile, UID, 1)[0] is None
+
+
+def test_a_refused_report_leaves_what_the_operator_decided() -> None:
+    old = JobStatus(attempt=1, progress=Progress(step=3))
+    decided = JobStatus(attempt=1, state="Complete", progress=Progress(step=100))
+    plain = without_reports(decided, old)
+    assert (plain.state, plain.progress) == ("Complete", Progress(step=3))
+
+
+def status_of_a_newer_operator() -> JsonObject:
+    condition = {"type": "Complete", "status": "Paused", "reason": "X", "message": ""}
+    condition["lastTransitionTime"] = "2026-03-01T12:00:00Z"
+    return {"status": {"attempt": 2, "conditions": [condition]}}
+
+
+def test_a_status_that_a_newer_operator_wrote_is_kept_and_not_acted_on() -> None:
+    document = status_of_a_newer_operator()
+    problems = status_problems(document)
+    status = parse_status(document)
+    plan = decide(make_snapshot(status=status, status_problems=problems), START)
+    assert (plan.status, plan.create, plan.delete) == (status, None, ())
+    (event,) = plan.events
+    assert (event.type, event.reason) == ("Warning", "StatusUnreadable")
+    assert "can't read status.conditions.0.status: Input should be 'True'" in event.message
+    assert status_problems({}) == status_problems({"status": None}) == ()
 
 
 @pytest.fixture
