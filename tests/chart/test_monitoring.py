@@ -22,6 +22,7 @@ from tests.chart.rendering import (
     one,
 )
 
+LEADS = f'{metrics.OPERATOR_IS_LEADER.name}{{namespace="{NAMESPACE}"}}'
 ALERT_TESTS = sorted((Path(__file__).parent / "alerts").glob("*.yaml"))
 
 
@@ -236,11 +237,50 @@ def test_alerts_fire_and_stay_silent_as_told_in(
         programs.run(promtool, "test", "rules", file.name, folder=rule_file.parent)
 
 
+REPORTED = [f for f in FINDINGS if not (isinstance(f, Threshold) and f.in_prometheus)]
+"""Findings that Prometheus knows from the watchdog's own gauge alone."""
+
+
+def reported_by_the_watchdog() -> Object:
+    """Return promtool's test of their alerts: one job shows each from 1:45 on, another none."""
+    pod = 'namespace="studio",name="{name}",pod="p"'
+    job = f"{metrics.HEALTH_FINDING.name}{{{{{pod},{{labels}}}}}}"
+    series, firing = [{"series": LEADS, "values": "1x80"}], []
+    for found in REPORTED:
+        labels = f'finding="{found.finding}",severity="{found.severity}"'
+        for name, values in (("bottles", "0x7 1x70"), ("cans", "0x80")):
+            series.append({"series": job.format(name=name, labels=labels), "values": values})
+        alert = f'alertname="Kubelora{found.finding}",alertstate="firing",{labels}'
+        firing.append(
+            {"labels": f'ALERTS{{{alert},name="bottles",namespace="studio"}}', "value": 1}
+        )
+    fired = {"expr": 'ALERTS{alertstate="firing"}', "eval_time": "2m", "exp_samples": firing}
+    test = {
+        "interval": "15s",
+        "input_series": series,
+        "promql_expr_test": [
+            {"expr": "ALERTS", "eval_time": "1m45s", "exp_samples": []},
+            fired,
+        ],
+    }
+    return {"rule_files": ["rules.yaml"], "evaluation_interval": "15s", "tests": [test]}
+
+
+def test_what_the_watchdog_finds_is_alerted_at_once_for_the_job_alone_that_shows_it(
+    rule_file: Path, promtools: list[Path]
+) -> None:
+    file = rule_file.parent / "reported_by_the_watchdog.yaml"
+    file.write_text(yaml.safe_dump(reported_by_the_watchdog()))
+    for promtool in promtools:
+        programs.run(promtool, "test", "rules", file.name, folder=rule_file.parent)
+
+
 def test_every_alert_is_shown_firing_and_silent(helm: Helm) -> None:
     told = "".join(f.read_text() for f in ALERT_TESTS)
     defined = set(alerts_of(helm.render(MONITORING)))
+    shown = set(re.findall(r'alertname="(\w+)",alertstate="firing"', told))
 
-    assert set(re.findall(r'alertname="(\w+)",alertstate="firing"', told)) == defined
+    assert shown | {f"Kubelora{f.finding}" for f in REPORTED} == defined
 
 
 def test_the_generated_rules_are_no_templates_of_helm() -> None:
