@@ -419,12 +419,27 @@ BASELINE_DEPARTURE: Final = Event(
     "of 2 and four deviations. A rate cut to a third shows as 0.3 in lora_A from the first bins "
     "on, while the loss stays within 2 %.",
 )
+STEP_SPIKED: Final = Event(
+    finding="StepSpiked",
+    severity="warning",
+    quantity="logarithm of a step's loss or gradient norm above the median of the 25 steps before, "
+    "in deviations of theirs (1.4826 times the median absolute deviation, at least 0.3)",
+    limit=8.0,
+    sentence="A single step is far above the steps before it: look at its images and captions. If "
+    "it happens again on other data, lower training.learningRate; if it does not happen again when "
+    "the run is resumed from an earlier checkpoint, suspect the hardware.",
+    reason="120 steps of the tiny model, of one to eight images each, stay below 2.4 deviations, "
+    "Prodigy's below 4.8 while it finds its rate. The best possible loss goes from 1 to 0.004 with "
+    "the timestep: 10,000 losses of one random timestep each show none beyond the limit. Where all "
+    "steps are alike, 8 times 0.3 is a factor of 11.",
+)
 EVENTS: Final = (
     ROLLED_BACK,
     LATENTS_CONSTANT,
     LATENTS_UNSCALED,
     DRAWS_REPEATED,
     BASELINE_DEPARTURE,
+    STEP_SPIKED,
 )
 
 FINDINGS: Final[tuple[Threshold | Event, ...]] = (*THRESHOLDS, *EVENTS)

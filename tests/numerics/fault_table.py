@@ -368,4 +368,18 @@ FAULTS: tuple[Fault, ...] = (
         9,
         run_with(around=broken.one_timestep),
     ),
+    Fault(  # a single step; limits on medians must ignore it
+        28,
+        "one micro-batch with 300-fold loss, after 25 steps",
+        "StepSpiked",
+        28,
+        run_with(broken.scaled_micro_batch(300.0, step=28), training={"steps": 29}),
+    ),
+    Fault(
+        28,
+        "one gradient element of one step times 2^32",
+        "StepSpiked",
+        28,
+        run_with(broken.scaled_element(2.0**32, step=28), training={"steps": 29}),
+    ),
 )

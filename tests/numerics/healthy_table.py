@@ -118,6 +118,15 @@ HEALTHY: tuple[Healthy, ...] = (
         injections.scaled_micro_batch(300.0, step=8),
         training={"gradientAccumulation": 4},
     ),
+    vary("60 steps of one image each", training={"gradientAccumulation": 1, "steps": 60}),
+    vary(
+        "60 steps, rate 1e-3, a warm-up of 20 steps",
+        training={
+            "learningRate": 1e-3,
+            "schedule": {"name": "cosine", "warmupSteps": 20},
+            "steps": 60,
+        },
+    ),
     *(
         vary(f"schedule {name}", training={"schedule": {"name": name, **more}, "steps": 20})
         for name, more in (

@@ -351,6 +351,27 @@ def gradients_through(dtype: torch.dtype) -> Injection:
     return inject
 
 
+def scaled_element(factor: float, step: int) -> Injection:
+    """One element of the finished gradient is multiplied, as by bits of its exponent that flip."""
+
+    def inject(parts: Parts) -> Parts:
+        buffers, done = parts.buffers, 0
+        normalise = buffers.normalise
+        place = ranges(buffers, "lora_B")[0].start
+
+        def flip(samples: int) -> None:
+            nonlocal done
+            normalise(samples)
+            done += 1
+            if done == step:
+                buffers.gradient[place] *= factor
+
+        buffers.normalise = flip  # type: ignore[method-assign]
+        return parts
+
+    return inject
+
+
 def never_zeroed(parts: Parts) -> Parts:
     """The accumulator keeps the last window's gradient."""
     parts.buffers.zero_gradient = lambda: None  # type: ignore[method-assign]

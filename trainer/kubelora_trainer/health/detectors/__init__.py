@@ -14,6 +14,7 @@ from kubelora_trainer.health.detectors.latent_spread import LatentSpread
 from kubelora_trainer.health.detectors.quantities import RunFacts
 from kubelora_trainer.health.detectors.repeated_draws import RepeatedDraws
 from kubelora_trainer.health.detectors.step_limits import StepLimits
+from kubelora_trainer.health.detectors.step_spike import StepSpike
 from kubelora_trainer.health.startup_checks import FirstGradients
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 
@@ -43,6 +44,7 @@ def build_detectors(run: Watched) -> tuple[Detector, ...]:
         LatentSpread(run.categories),
         RepeatedDraws(),
         BaselineDeparture(run.baseline, run.facts.total_steps),
+        StepSpike(),
         contract.Dtypes(),
         contract.FreshAdapter(),
         contract.RestoredOptimizer(),
