@@ -25,7 +25,7 @@ def read_world(world: World) -> dict[str, bool]:
     return {
         "Queued": waits_in_queue and not world.suspend and not over,
         "may run": running and current is not None and current.live,
-        "live": bool(world.live_attempts()),
+        "may write": bool(world.writers()),
         "over": over,
     }
 
@@ -40,7 +40,7 @@ def check_conditions(world: World) -> None:
     if found["may run"] and not world.suspend and not found["over"]:
         assert said.get("Running", False), "a pod runs and Running is False"
     if said.get("Suspended", False):
-        assert not found["live"], "suspended while something lives"
+        assert not found["may write"], "suspended while a trainer may run"
         assert status.progress is None or status.progress.eta is None, "a suspended job has an ETA"
     finals = [k for k in ("Complete", "Failed", "Suspended", "Restarting") if said.get(k, False)]
     assert len(finals) <= 1, finals
