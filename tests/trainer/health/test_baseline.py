@@ -96,7 +96,7 @@ def test_settings_versions_and_data_that_differ_are_told(good: Path, tmp_path: P
     assert differences["version of torch"][0] == "9.9"
     assert differences["data (sha256)"] == ("other", "draws 0")
     assert not any(field.startswith("output") for field in differences)
-    assert "  training.schedule.name: cosine here, constant there" in baseline.told()
+    assert "  training.schedule.name: cosine here, constant there" in baseline.report_lines()
 
 
 def test_with_another_rank_batch_or_accumulation_norms_are_not_compared(
@@ -105,7 +105,7 @@ def test_with_another_rank_batch_or_accumulation_norms_are_not_compared(
     engine = Engine(tmp_path, **(STEPS | {"gradientAccumulation": 2}))
     baseline = load_baseline("pvc://a/good", good, engine.job.document(), {}, "draws 0", 96)
     assert baseline.envelope is None
-    assert baseline.told()[-1] == (
+    assert baseline.report_lines()[-1] == (
         "  gradient norms are not compared: training.gradientAccumulation differ, and norms with "
         "them"
     )

@@ -251,7 +251,7 @@ def test_a_resume_counts_the_steps_that_the_state_has_taken_in(
     again = Engine(tmp_path, optimizer={"name": name})
     assert again.position.step == 6
     told = check_resumed(again.optimizer, again.position.step, 0)
-    assert told == "optimizer state of 6 steps, as the checkpoint's manifest says"
+    assert told == "optimizer state of 6 steps, as in the checkpoint's manifest"
     with pytest.raises(NumericalError, match=r"of step 6, .* taken in 5 gradients, but has 6"):
         check_resumed(again.optimizer, again.position.step, 1)
 

@@ -76,7 +76,7 @@ def accumulated(
     for grad in grads[:start].to(dtype):
         flat += grad
     probe = AccumulationProbe(flat, one_group(grads.shape[1]))
-    probe.begin_window(range(len(grads)), whole=start == 0, anew=start == 0)
+    probe.begin_window(range(len(grads)), complete=start == 0, fresh=start == 0)
     for index in range(start, len(grads)):
         probe.before(index)
         flat += grads[index].to(dtype)
@@ -130,7 +130,7 @@ def test_coherent_addends_drift_far_beyond_the_law() -> None:
 def test_a_sum_that_was_not_zeroed_is_an_error_too() -> None:
     flat = torch.full((4,), 2.0, dtype=BF16)
     probe = AccumulationProbe(flat, one_group(4))
-    probe.begin_window(range(2), whole=True, anew=True)
+    probe.begin_window(range(2), complete=True, fresh=True)
     for index in range(2):
         probe.before(index)
         flat += 1.0

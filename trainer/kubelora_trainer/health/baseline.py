@@ -1,7 +1,7 @@
-"""``health.baseline``: an earlier run that this one is held against, from its output folder.
+"""``health.baseline``: an earlier run that this one is compared with, from its output folder.
 
-Its manifest says what it was made of, its log what its gradients were. What differs is told before
-the first step; whether gradients leave the earlier run's range is judged on the way.
+Its manifest has the inputs and settings, its log the gradient norms. Differences are logged before
+the first step; whether gradients leave the earlier run's range is judged during the run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -55,8 +55,8 @@ class Baseline:
     record: BaselineRecord
     envelope: Envelope | None
 
-    def told(self) -> list[str]:
-        """What a person should know before the first step, line by line."""
+    def report_lines(self) -> list[str]:
+        """Return the lines to log before the first step."""
         record = self.record
         lines = [
             f"baseline {record.uri}: run {record.run_id}, {len(record.differences)} differences"
@@ -67,7 +67,7 @@ class Baseline:
         return lines
 
     def finding(self, departure: Departure) -> Finding:
-        """For the status: how far off, and what is different."""
+        """Build the finding for the status: how far off, and what is different."""
         shown = [f"{d.field} {d.here} (there {d.there})" for d in self.record.differences[:_SHOWN]]
         more = len(self.record.differences) - len(shown)
         what = "; ".join(shown) + (f" and {more} more" if more else "")
@@ -94,7 +94,16 @@ def load_baseline(
 ) -> Baseline:
     """Compare with the run whose output is in ``folder``.
 
-    job: this run's resolved document. Raises OutputError where there is no such run.
+    Args:
+        uri: ``health.baseline``, for messages.
+        folder: The output directory of that run.
+        job: This run's resolved document.
+        versions: Installed versions, by library.
+        dataset_sha256: Fingerprint of this run's data.
+        total_steps: Optimizer steps of this run.
+
+    Raises:
+        OutputError: There is no such run, or it is damaged.
     """
     try:
         manifest = read_manifest(folder)
@@ -129,7 +138,7 @@ def load_baseline(
 def _why_not(
     manifest: Manifest, differences: list[Difference], log: "pa.Table | None", total_steps: int
 ) -> str:
-    """Why gradient norms can't be compared; empty where they can."""
+    """Return why gradient norms can't be compared; empty if they can."""
     if log is None:
         return f"it has no {OutputPath.GROUP_LOG}"
     if unlike := [d.field for d in differences if _is_same(d.field)]:
@@ -169,7 +178,7 @@ def _text(value: object) -> str:
 
 
 def _read_log(folder: Path) -> "pa.Table | None":
-    """Step, group and gradient norm, of a finished run or of one under way; None without any."""
+    """Read step, group and gradient norm of a run, finished or not; None if it has no log."""
     whole = folder / OutputPath.GROUP_LOG
     files = [whole] if whole.exists() else sorted((folder / GROUP_LOG_PARTS).glob("*.parquet"))
     if not files:

@@ -1,8 +1,8 @@
-"""Whether gradients stay within the range of an earlier run, at the same progress. Pure.
+"""Comparison of gradients with the range of an earlier run at the same progress. Pure.
 
 A run is cut into bins of progress; of each, the median of the logarithm of every group's gradient
 norm is compared with the earlier run's. Two bins in a row beyond the larger of a factor of 2 and
-four deviations between seeds are a finding: one may be chance, and the loss may tell days later.
+four deviations between seeds are a finding: one may be chance, and the loss may show it days later.
 """
 
 import math
@@ -17,7 +17,7 @@ from kubelora_trainer.telemetry.step_metrics import StepNumbers
 MOST_BINS: Final = 24
 """A bin is then 4 % of the run: a fault that begins with the run shows after a twelfth of it."""
 LEAST_STEPS: Final = 8
-"""Steps of a bin; a median of fewer says too little."""
+"""Steps of a bin; a median of fewer is too noisy."""
 FEWEST_BINS: Final = 3
 KEPT_VALUES: Final = 64
 """Values of a bin and group that are kept, evenly spread: enough for a median."""
@@ -47,8 +47,9 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Departure:
-    """What was found. ratio: of the gradient norms, here over there. allowed: factor either way.
+    """A departure from the envelope.
 
+    ratio: of the gradient norms, here over there. allowed: factor in either direction.
     since: first optimizer step of the first bin that was beyond.
     """
 
@@ -60,10 +61,10 @@ class Departure:
 
 @dataclass(frozen=True)
 class Passage:
-    """Where a run is on its way through the envelope.
+    """The position of a run in the envelope.
 
     bin: the unfinished one. logs: its ln(norm) by group. beyond: by group, how many bins in a row
-    were beyond so far, negative below the baseline. departed: what the newest whole bin shows.
+    were beyond so far, negative below the baseline. departed: what the newest complete bin shows.
     """
 
     bin: int = 0
@@ -73,18 +74,30 @@ class Passage:
 
 
 def bins_of(baseline_steps: int, steps: int) -> int:
-    """How many bins two runs can be compared in; 0 where they are too short."""
+    """Return how many bins two runs can be compared in; 0 if they are too short."""
     bins = min(MOST_BINS, min(baseline_steps, steps) // LEAST_STEPS)
     return bins if bins >= FEWEST_BINS else 0
 
 
 def bin_of(step: int, total_steps: int, bins: int) -> int:
-    """Bin (from 0) of optimizer step ``step`` (from 1)."""
+    """Return the bin (from 0) of an optimizer step.
+
+    Args:
+        step: Optimizer step, from 1.
+        total_steps: Optimizer steps of the run.
+        bins: Bins of the run.
+    """
     return min(bins - 1, (step - 1) * bins // total_steps)
 
 
 def envelope_of(norms: Iterable[tuple[int, str, float]], total_steps: int, bins: int) -> Envelope:
-    """From an earlier run's (step, group, gradient norm)."""
+    """Compute the envelope of an earlier run.
+
+    Args:
+        norms: Its (step, group, gradient norm).
+        total_steps: Optimizer steps that it planned.
+        bins: Bins to divide it into.
+    """
     values: dict[str, list[list[float]]] = {}
     for step, group, norm in norms:
         if norm > 0 and math.isfinite(norm):
@@ -94,7 +107,7 @@ def envelope_of(norms: Iterable[tuple[int, str, float]], total_steps: int, bins:
 
 
 def middle_of(logs: Sequence[float]) -> Middle | None:
-    """The middle of a bin, of values in the order of their steps; None for too few.
+    """Compute the middle of a bin from values in the order of their steps; None for too few.
 
     The spread is that of neighbours: a trend through the bin, as at the start of lora_A, is none.
     """
@@ -108,7 +121,14 @@ def middle_of(logs: Sequence[float]) -> Middle | None:
 def pass_through(
     passage: Passage, numbers: StepNumbers, envelope: Envelope, total_steps: int
 ) -> Passage:
-    """The passage after one more step; a bin is judged when its last step is done."""
+    """Advance the passage by one step; a bin is judged when its last step is done.
+
+    Args:
+        passage: The passage so far.
+        numbers: The step's numbers.
+        envelope: The earlier run.
+        total_steps: Optimizer steps of this run.
+    """
     here = bin_of(numbers.step, total_steps, envelope.bins)
     width = math.ceil(total_steps / envelope.bins)
     if numbers.step % math.ceil(width / KEPT_VALUES) == 0:

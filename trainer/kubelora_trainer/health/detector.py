@@ -1,4 +1,4 @@
-"""The protocol of every detector: what it is offered, and what it may answer.
+"""The protocol of every detector: the moments it is called at, and its conclusions.
 
 A run has several moments at which something can be seen to be wrong: its start, a micro-batch, a
 backward pass, a step's numbers, a checkpoint. A detector overrides the moments it needs; all others
@@ -48,7 +48,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a detector concludes at one moment.
+    """The conclusions of a detector at one moment.
 
     raised: findings that show now. cleared: names of findings that no longer show; one that is
     neither raised nor cleared stays as it is. judged: names of findings that could be compared now.
@@ -80,7 +80,7 @@ class Detector(Protocol):
         return NOTHING
 
     def on_micro_batch(self, facts: MicroBatchFacts) -> None:
-        """Note what a micro-batch is made of, before its forward pass.
+        """Record what a micro-batch is made of, before its forward pass.
 
         What is found is raised by ``on_step``. A micro-step may come twice: a compiled model's
         gradients are compared on it.
@@ -88,13 +88,11 @@ class Detector(Protocol):
         return
 
     def on_backward(self) -> None:
-        """Look at what a micro-batch's backward pass left behind. Nothing here may wait for the
-        device.
-        """
+        """Check what a backward pass left behind. Nothing here may wait for the device."""
         return
 
     def measure(self, step: int) -> Mapping[str, Tensor]:
-        """Tensors on the device to copy to the host with the numbers of ``step``.
+        """Return tensors on the device to copy to the host with the numbers of ``step``.
 
         Called after the optimizer step, before the gradient is cleared. They arrive as
         ``StepNumbers.extra`` under the same names, as flat lists. Start a name with the detector's.

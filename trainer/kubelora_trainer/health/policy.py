@@ -1,7 +1,7 @@
-"""What ``spec.health.policy`` makes of a critical finding: train on, wait, fail, or go back.
+"""``spec.health.policy``: whether a critical finding suspends, fails or rolls back a run.
 
-Pure: a finding goes in, an exception comes out that says what is due. A run that its user resumes
-after a suspension has accepted what was found; a run that went back once fails the next time.
+Pure: a finding goes in, the exception to raise comes out. A run that its user resumes after a
+suspension has accepted what was found; a run that was rolled back once fails the next time.
 """
 
 from kubelora_api.spec import Health
@@ -11,7 +11,7 @@ from kubelora_trainer.utils.errors import PolicyError, SuspendedByPolicyError
 
 
 class RollbackRequiredError(Exception):
-    """Training has to go back to before ``finding``."""
+    """A rollback to before ``finding`` is required."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding)
@@ -19,28 +19,34 @@ class RollbackRequiredError(Exception):
 
 
 def verdict_on(finding: Finding, policy: Health, earlier: Rollback | None) -> Exception | None:
-    """What is due for a critical finding; None to train on."""
-    told = sentence(finding)
+    """Return the exception that a critical finding demands; None to continue.
+
+    Args:
+        finding: The critical finding.
+        policy: The job's settings.
+        earlier: The rollback that was done already, if any.
+    """
+    found = sentence(finding)
     match policy.policy:
         case "Warn":
             return None
         case "Fail":
-            return PolicyError(f"{told} (health.policy is Fail)")
+            return PolicyError(f"{found} (health.policy is Fail)")
         case "Suspend":
             return SuspendedByPolicyError(
-                f"{told} (health.policy is Suspend; a checkpoint is saved)"
+                f"{found} (health.policy is Suspend; a checkpoint is saved)"
             )
         case "Rollback" if earlier is None:
             return RollbackRequiredError(finding)
         case "Rollback":
             return PolicyError(
-                f"{told} (health.policy is Rollback, and the run already went back to step "
+                f"{found} (health.policy is Rollback, and the run already went back to step "
                 f"{earlier.back_to} because of {earlier.finding.name})"
             )
 
 
 def sentence(finding: Finding) -> str:
-    """What was found, where, and what to do, without a full stop."""
+    """Describe what was found, where, and what to do, without a full stop."""
     where = f" in {finding.group}" if finding.group else ""
     since = f" since step {finding.since_step}" if finding.since_step is not None else ""
     return f"{finding.name}{where}{since}: {finding.message.rstrip('.')}"

@@ -1,4 +1,4 @@
-"""The start-up contract: what must be true of a run's first steps, checked and printed.
+"""The start-up contract: what must be true of a run's first steps.
 
 The errors that this guards against are silent: a layer that no backward pass reaches, an adapter
 that changes the model before it has learned anything, a gradient in another type than was asked
@@ -22,7 +22,7 @@ from kubelora_trainer.utils.text import ranks_named
 
 
 def check_dtypes(buffers: AdapterBuffers, optimizer: AdapterOptimizer) -> str:
-    """Compare the types in use with the plan; returns the line to print."""
+    """Compare the dtypes in use with the plan; returns the line to log."""
     plan = buffers.plan
     found: dict[str, tuple[torch.dtype | None, torch.dtype]] = {
         "working copy": (buffers.slots[0].factor.parameter.dtype, plan.compute),
@@ -36,14 +36,14 @@ def check_dtypes(buffers: AdapterBuffers, optimizer: AdapterOptimizer) -> str:
     if moment is not None and moment.itemsize < plan.masters.itemsize:
         raise NumericalError(f"the optimizer's state is {moment.dtype}, below {plan.masters}")
     buffers.assert_bound()
-    told = [f"{what} {NAMES[planned]}" for what, (_, planned) in found.items()]
+    lines = [f"{what} {NAMES[planned]}" for what, (_, planned) in found.items()]
     if any(slot.factor.is_magnitude for slot in buffers.slots):
-        told.insert(1, f"magnitudes {NAMES[plan.masters]}")
-    return ", ".join([*told, f"optimizer state {optimizer.state_text}"])
+        lines.insert(1, f"magnitudes {NAMES[plan.masters]}")
+    return ", ".join([*lines, f"optimizer state {optimizer.state_text}"])
 
 
 def check_fresh_adapter(buffers: AdapterBuffers, modules: Sequence[AdapterModule] = ()) -> None:
-    """A fresh adapter must change nothing: |B·A| is 0 because every lora_B is 0.
+    """Check that a fresh adapter changes nothing: |B·A| is 0 because every lora_B is 0.
 
     DoRA's magnitudes must be the norms that they are divided by, to the bit.
     """
@@ -62,11 +62,21 @@ def check_fresh_adapter(buffers: AdapterBuffers, modules: Sequence[AdapterModule
 
 
 def check_resumed(optimizer: AdapterOptimizer, step: int, skipped: int) -> str:
-    """The optimizer must know of every step that the checkpoint's manifest counts.
+    """Check that the optimizer has every step that the checkpoint's manifest counts.
 
-    step: of the manifest. skipped: steps among them that the loss scaler left out. Returns the line
-    to print. An optimizer that begins anew is refused before it moves anything: its first steps are
+    An optimizer that starts from zero is refused before it moves a weight: its first steps are
     several times too large, and no later measurement undoes them.
+
+    Args:
+        optimizer: The restored optimizer.
+        step: Optimizer steps of the manifest.
+        skipped: Steps among them that the loss scaler left out.
+
+    Returns:
+        The line to log.
+
+    Raises:
+        NumericalError: The counts differ.
     """
     done, wanted = optimizer.steps_done, step - skipped
     if done != wanted:
@@ -74,13 +84,13 @@ def check_resumed(optimizer: AdapterOptimizer, step: int, skipped: int) -> str:
             f"the checkpoint is of step {step}, and the optimizer's state should have taken in "
             f"{wanted} gradients, but has {done}: it was not saved with the checkpoint, or not "
             "restored from it. Resume from a checkpoint that has it, or choose another "
-            "spec.output.uri to start anew"
+            "spec.output.uri to start over"
         )
-    return f"optimizer state of {done} steps, as the checkpoint's manifest says"
+    return f"optimizer state of {done} steps, as in the checkpoint's manifest"
 
 
 class ReachedModules:
-    """Notes which factors a backward pass reaches, during the first micro-step alone."""
+    """A record of which factors a backward pass reaches, during the first micro-step alone."""
 
     def __init__(self, buffers: AdapterBuffers) -> None:
         self._slots = buffers.slots
@@ -115,7 +125,7 @@ class ReachedModules:
 
 
 class FirstGradients:
-    """Checks that each factor gets a gradient as soon as the mathematics gives it one.
+    """A check that each factor gets a gradient as soon as the mathematics gives it one.
 
     lora_B and magnitudes in the first step that moves anything; lora_A, whose gradient is a product
     with lora_B, in the next such step. A step moves something when its learning rate is above 0, no
@@ -133,7 +143,7 @@ class FirstGradients:
         self._least, self._travelled = least_travel(compute), 0.0
 
     def rewind(self, moved: int) -> None:
-        """Training goes on from a point where ``moved`` steps have moved something."""
+        """Continue from a point at which ``moved`` steps have moved a weight."""
         self._moved, self._travelled = moved, 0.0
 
     def observe(self, numbers: StepNumbers) -> None:
@@ -164,7 +174,7 @@ class FirstGradients:
 def check_finite(slots: Sequence[Slot], numbers: StepNumbers) -> None:
     """Raise NumericalError where the step's gradient was not finite; no weight has moved then.
 
-    Gradients that a smaller loss scale may mend are the scaler's business.
+    Gradients that a smaller loss scale may cure are left to the scaler.
     """
     if numbers.skipped:
         return
@@ -187,7 +197,7 @@ def check_finite(slots: Sequence[Slot], numbers: StepNumbers) -> None:
 
 
 def came_from(numbers: StepNumbers) -> str:
-    """Which of several ranks brought what is not finite, to be put behind it; else nothing.
+    """Describe which of several ranks produced what is not finite; empty if unknown.
 
     Their sum may be infinite without any rank's part being so.
     """

@@ -1,4 +1,4 @@
-"""What the watchdog knows of a run: findings, verdict, and what its detectors remember."""
+"""The watchdog's knowledge of a run: findings, verdict, and the state of its detectors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -50,11 +50,11 @@ class WatchState:
         return next((f for f in shown if f.severity == "critical"), None)
 
     def shown(self, name: str) -> Finding | None:
-        """The finding of this name, where the step before still showed it."""
+        """Return the finding of this name if it is active."""
         return self.found.get(name) if name in self.active else None
 
     def status(self) -> HealthStatus:
-        """The verdict and findings, as the job's status has them."""
+        """Build the health of the job's status."""
         return HealthStatus(verdict=self.verdict, findings=list(self.found.values())[:MAX_FINDINGS])
 
 

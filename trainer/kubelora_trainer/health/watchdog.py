@@ -1,8 +1,7 @@
-"""The watchdog: runs the detectors and keeps what they found.
+"""The watchdog, which runs the detectors and keeps what they found.
 
-It offers each moment of a run to every detector, in the order of their tuple, and merges what they
-conclude into one state: findings, verdict, what is due. What counts as wrong is the detectors' to
-decide, what a finding leads to is ``policy.py``'s.
+It calls every detector at each moment of a run, in the order of their tuple, and merges their
+conclusions into one state. Detectors decide what is wrong; ``policy.py`` decides what follows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ class Watchdog:
         self._broken: NumericalError | None = None
 
     def start(self, saved: WatchState, start: RunStart) -> list[str]:
-        """Begin from ``saved``; returns the lines to print.
+        """Start from ``saved``; returns the lines to log.
 
         Raises NumericalError where the start breaks a contract, and OutputError for a
         state that another version saved.
@@ -47,24 +46,24 @@ class Watchdog:
         return lines
 
     def on_micro_batch(self, facts: MicroBatchFacts) -> None:
-        """Offer what a micro-batch is made of."""
+        """Pass on what a micro-batch is made of."""
         for detector in self._detectors:
             detector.on_micro_batch(facts)
 
     def on_backward(self) -> None:
-        """Offer the end of a backward pass. Raises NumericalError for a broken contract."""
+        """Check a backward pass. Raises NumericalError for a broken contract."""
         for detector in self._detectors:
             detector.on_backward()
 
     def measure(self, step: int) -> dict[str, Tensor]:
-        """Tensors that detectors want to read with the numbers of ``step``."""
+        """Collect the tensors that detectors want to read with the numbers of ``step``."""
         wanted: dict[str, Tensor] = {}
         for detector in self._detectors:
             wanted |= detector.measure(step)
         return wanted
 
     def on_step(self, numbers: StepNumbers) -> None:
-        """Offer one optimizer step's numbers. A broken contract is kept for `raise_broken`."""
+        """Judge one optimizer step. A broken contract is kept for `raise_broken`."""
         self._broken = None
         for detector in self._detectors:
             with self._kept():
@@ -72,7 +71,7 @@ class Watchdog:
         self.state = replace(self.state, accepted=self.state.accepted & self.state.active)
 
     def on_checkpoint(self, step: int) -> None:
-        """Offer the state that is about to be saved, after `on_step` with the same step."""
+        """Judge the state that is about to be saved, after `on_step` with the same step."""
         for detector in self._detectors:
             with self._kept():
                 self._take(detector.on_checkpoint(step, self.state))
@@ -86,7 +85,7 @@ class Watchdog:
             raise self._broken
 
     def accept(self) -> None:
-        """Note that the user resumes the run knowing what is active.
+        """Accept what is active, because the user resumes the run knowing it.
 
         What a single step shows is an event, and the next one is another.
         """
@@ -94,7 +93,7 @@ class Watchdog:
         self.state = replace(self.state, accepted=self.state.active & lasting)
 
     def snapshot(self) -> WatchState:
-        """The state with what the detectors remember, for a checkpoint."""
+        """Return the state with that of the detectors, for a checkpoint."""
         remembered: dict[str, object] = {}
         for detector in self._detectors:
             remembered |= detector.state()
@@ -121,7 +120,7 @@ class Watchdog:
 
 
 def last_healthy_step(finding: Finding) -> int:
-    """The last optimizer step that no value behind the finding was measured at, or after."""
+    """Return the last optimizer step before all values behind the finding."""
     windows = {t.finding: t.window for t in THRESHOLDS}
     return max(0, (finding.since_step or 0) - windows.get(finding.name, 1))
 

@@ -1,7 +1,7 @@
-"""What arithmetic swallows while a window is summed: gradients that vanish, sums that drift.
+"""Losses of arithmetic while a window is summed: gradients that vanish, sums that drift.
 
 In-place accumulation never shows a micro-step's own gradient. So the sampled elements are set
-aside and zeroed before the backward pass; what stands there afterwards is that gradient, and the
+aside and zeroed before the backward pass; what is there afterwards is that gradient, and the
 sum is then formed here by the very addition that autograd would have done.
 """
 
@@ -14,7 +14,7 @@ from kubelora_trainer.telemetry.element_sampling import GroupSample
 
 
 class AccumulationProbe:
-    """Measures the accumulator around micro-steps.
+    """Measurement of the accumulator around micro-steps.
 
     absorbed: fp64 (groups), of the window's last addition. error: fp64 (groups), of the window's
     sum against an fp32 shadow; NaN where there is none. An fp32 accumulator has no shadow: its
@@ -32,27 +32,30 @@ class AccumulationProbe:
         self._window = range(0)
         self._set_aside: Tensor | None = None
 
-    def begin_window(self, window: range, whole: bool, anew: bool) -> None:
-        """Before the first micro-step of a window that is still to do.
+    def begin_window(self, window: range, complete: bool, fresh: bool) -> None:
+        """Prepare for the first micro-step of a window that is still to do.
 
-        anew: nothing of the window is done yet. whole: all that is done of it was seen here; else
-        there is no shadow, for its first gradients are unknown.
+        Args:
+            window: The micro-steps of the window.
+            complete: Whether all that is done of it was seen here; if not, there is no shadow
+                because its first gradients are unknown.
+            fresh: Whether nothing of the window is done yet.
         """
-        self._window, self._shadowed = window, whole and self._shadow.numel() > 0
-        if anew or not whole:
+        self._window, self._shadowed = window, complete and self._shadow.numel() > 0
+        if fresh or not complete:
             self.absorbed = torch.full_like(self.absorbed, 0.0 if len(window) < 2 else torch.nan)
             self.error = torch.full_like(self.error, torch.nan)
-        if anew:
+        if fresh:
             self._shadow.zero_()
 
     def before(self, micro_step: int) -> None:
-        """Right before a micro-step's backward pass."""
+        """Prepare for a micro-step's backward pass."""
         if self._shadowed or (self._is_last(micro_step) and len(self._window) > 1):
             self._set_aside = self._sample.take(self._flat)
             self._sample.zero(self._flat)
 
     def after(self, micro_step: int) -> None:
-        """Right after it: restore the sums; note the ratios when the window is complete."""
+        """Restore the sums after it; compute the ratios when the window is complete."""
         before, self._set_aside = self._set_aside, None
         if before is None:
             return
@@ -68,11 +71,11 @@ class AccumulationProbe:
                 self.error = relative_error(self._sample, total, self._shadow)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is known of the unfinished window, for a checkpoint."""
+        """Return the state of the unfinished window, for a checkpoint."""
         return {"absorbed": self.absorbed, "error": self.error, "shadow": self._shadow}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what ``tensors`` gave."""
+        """Restore what ``tensors`` returned."""
         self.absorbed = tensors["absorbed"].to(self._flat.device)
         self.error = tensors["error"].to(self._flat.device)
         self._shadow.copy_(tensors["shadow"])
@@ -82,9 +85,15 @@ class AccumulationProbe:
 
 
 def absorbed_ratio(sample: GroupSample, before: Tensor, addend: Tensor, total: Tensor) -> Tensor:
-    """Share of mass lost in ``total = before + addend`` by group, fp64 (groups).
+    """Compute the share of mass lost in ``total = before + addend`` by group, fp64 (groups).
 
     The larger of Σ|g|·[acc+g == acc] / Σ|g| and Σ|acc|·[acc+g == g] / Σ|acc|; 0 for no mass.
+
+    Args:
+        sample: The sampled positions.
+        before: The accumulator before the addition, (groups, samples).
+        addend: What was added.
+        total: Their sum in the accumulator's dtype.
     """
     both = torch.stack([addend, before])
     lost = torch.stack([total == before, total == addend])
@@ -92,9 +101,14 @@ def absorbed_ratio(sample: GroupSample, before: Tensor, addend: Tensor, total: T
 
 
 def relative_error(sample: GroupSample, found: Tensor, exact: Tensor) -> Tensor:
-    """L2 norm of ``found - exact`` over that of ``exact`` by group, fp64 (groups).
+    """Compute the L2 norm of ``found - exact`` over that of ``exact`` by group, fp64 (groups).
 
     0 where both are 0, infinite where ``exact`` alone is.
+
+    Args:
+        sample: The sampled positions.
+        found: The sum as the accumulator has it, (groups, samples).
+        exact: The same sum in fp32.
     """
     off = sample.total((found.double() - exact.double()).square())
     ratio = (off / sample.total(exact.double().square())).sqrt()

@@ -32,7 +32,7 @@ class CategorySums:
     sums: Tensor
 
     def read(self, values: Sequence[float]) -> dict[str, CategoryLoss]:
-        """Mean losses from the flattened sums on the host, of the categories that were seen."""
+        """Compute mean losses from the flattened sums, of the categories that were seen."""
         count = len(self.names)
         return {
             name: CategoryLoss(values[i] / values[count + i], int(values[count + i]))
@@ -42,7 +42,7 @@ class CategorySums:
 
 
 class CategoryLosses:
-    """Sums up the unfinished window. A `Stateful`: windows are resumed in their middle.
+    """Sums of the unfinished window. A `Stateful`: windows are resumed in their middle.
 
     categories: of each sample of the dataset, empty for none. Without any there is nothing to sum.
     sums: of the window so far, fp64 (2, C).
@@ -59,7 +59,7 @@ class CategoryLosses:
     def watching(
         self, objective: Callable[[int], MicroBatchLoss], order: SampleOrder
     ) -> Callable[[int], MicroBatchLoss]:
-        """``objective``, every loss of which is added here."""
+        """Wrap ``objective`` so that every loss is added here."""
 
         def watched(micro_step: int) -> MicroBatchLoss:
             result = objective(micro_step)
@@ -77,28 +77,29 @@ class CategoryLosses:
         self.sums.index_add_(1, where, values)
 
     def take(self) -> CategorySums:
-        """The window's sums; a new window begins."""
+        """Return the window's sums, and begin a new window."""
         taken, self.sums = self.sums, torch.zeros_like(self.sums)
         return CategorySums(self.names, taken)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The unfinished window's sums."""
+        """Return the unfinished window's sums."""
         return {"sums": self.sums}
 
     def scalars(self) -> JsonObject:
-        """Whose they are."""
+        """Return the names of the categories."""
         return {"names": list(self.names)}
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
-        """Take over sums of the same categories; others (the data has changed) begin anew."""
+        """Restore sums of the same categories; others (the data has changed) begin at 0."""
         if scalars.get("names") == list(self.names):
             self.sums.copy_(tensors["sums"])
 
 
 def bounded_names(categories: Sequence[str]) -> tuple[str, ...]:
-    """Names to tell losses by, in alphabetical order, ``other`` last where it is needed.
+    """Return the names of categories with a loss of their own, in alphabetical order.
 
-    The categories with the most images, ties by name; none where no image has one.
+    The categories with the most images, ties by name; ``other`` last if there are more; none if no
+    image has a category.
     """
     images = Counter(category or NONE for category in categories)
     if not any(categories):

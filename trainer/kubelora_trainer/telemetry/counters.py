@@ -1,4 +1,4 @@
-"""Plain counts over time: backward passes of a window, modules that get no gradient any more."""
+"""Counts over time: backward passes of a window, modules that no longer get a gradient."""
 
 import resource
 import sys
@@ -16,7 +16,7 @@ a step now and then."""
 
 
 def least_travel(compute: torch.dtype) -> float:
-    """Sum of step sizes from which on a lora_B that began at 0 is not 0 in ``compute``.
+    """Return the sum of step sizes from which on a lora_B that began at 0 is not 0 in ``compute``.
 
     The type's smallest normal number: 6e-5 for fp16, a thousand times the smallest that it has, so
     that it holds for steps which are a thousandth of the rate too (Adafactor's, scaled by factors
@@ -27,7 +27,7 @@ def least_travel(compute: torch.dtype) -> float:
 
 
 class BackwardPasses:
-    """Counts how often a gradient arrives in the accumulator, on one factor of each group.
+    """A count of gradients that arrive in the accumulator, on one factor of each group.
 
     K losses that are summed before one backward pass arrive once. Counted is the group that was
     reached most often, so that a module taken out of the loss is not mistaken for that.
@@ -58,7 +58,7 @@ class BackwardPasses:
 
 
 class DeadModules:
-    """Counts the modules of which a factor's gradient has been exactly zero for ``DEAD_STEPS``.
+    """A count of modules of which a factor's gradient has been exactly zero for ``DEAD_STEPS``.
 
     Counting starts when lora_B can't be 0 any more in the type of the passes (`least_travel`):
     until then lora_A has no gradient.
@@ -76,16 +76,16 @@ class DeadModules:
         return 0.0 < self._travelled < self._least
 
     def to_json(self) -> JsonObject:
-        """The state as plain JSON, for a checkpoint."""
+        """Return the state as plain JSON, for a checkpoint."""
         return {"silent": self._silent, "travelled": self._travelled}
 
     def load(self, saved: JsonObject) -> None:
-        """Take over what ``to_json`` gave, or an earlier version's word that weights moved."""
+        """Restore what ``to_json`` returned, or an earlier version's flag that weights moved."""
         self._silent = list(saved["silent"])
         self._travelled = float(saved["travelled" if "travelled" in saved else "moved"])
 
     def observe(self, norms: Sequence[float], step_size: float) -> int:
-        """The count after one more step. norms: L2 norms of the gradients in slot order.
+        """Return the count after one more step. norms: L2 norms of the gradients in slot order.
 
         step_size: what weights move by in this step where the optimizer's direction is 1.
         """
@@ -98,11 +98,11 @@ class DeadModules:
 
 
 def host_memory_peak() -> float:
-    """Most resident memory of this process so far, in bytes."""
+    """Return the peak resident memory of this process, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
 def device_memory_peak(device: torch.device) -> float:
-    """Most memory that tensors held on ``device`` so far, in bytes; NaN for the CPU."""
+    """Return the peak memory of tensors on ``device``, in bytes; NaN for the CPU."""
     return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else torch.nan

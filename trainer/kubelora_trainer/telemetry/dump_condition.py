@@ -1,4 +1,4 @@
-"""``spec.health.dumpGradients.when``: which gradients are worth writing down.
+"""``spec.health.dumpGradients.when``: the condition under which a gradient is dumped.
 
 The API has judged the text already (``dump_spec.CONDITION_PATTERN``); here it is taken apart and
 asked of tensors, many at once, so that a GPU is waited for once.
@@ -36,7 +36,10 @@ class GradientCondition:
         return tuple(sorted({c.number for c in self.comparisons})) or ("absmax",)
 
     def holds(self, gradients: Sequence[Tensor], loss_scale: Tensor | None = None) -> list[bool]:
-        """Of each gradient. loss_scale: what gradients are multiplied by, and numbers are not."""
+        """Evaluate the condition for each gradient.
+
+        loss_scale: what gradients are multiplied by, and numbers are not.
+        """
         if not gradients:
             return []
         columns = torch.stack([_measure(n, gradients, loss_scale) for n in self.numbers], dim=1)
@@ -54,7 +57,7 @@ class GradientCondition:
 
 
 def parse_condition(text: str) -> GradientCondition:
-    """The condition that ``text`` asks for."""
+    """Parse a condition."""
     if text == "nonfinite":
         return GradientCondition()
     comparisons = []
@@ -65,7 +68,7 @@ def parse_condition(text: str) -> GradientCondition:
 
 
 def _measure(number: str, gradients: Sequence[Tensor], loss_scale: Tensor | None) -> Tensor:
-    """fp64 (gradients)."""
+    """Compute a number of each gradient, fp64 (gradients)."""
     if number == "zero_ratio":
         return torch.stack([(gradient == 0).double().mean() for gradient in gradients])
     order = torch.inf if number == "absmax" else 2

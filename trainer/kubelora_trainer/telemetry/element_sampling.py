@@ -42,7 +42,7 @@ class GroupSample:
         self._counts = counts[:, 0].double().to(device)
 
     def take(self, flat: Elements) -> Tensor:
-        """The sampled elements of ``flat``, (groups, samples), in its type."""
+        """Return the sampled elements of ``flat``, (groups, samples), in its type."""
         return flat.index_select(0, self._flat_index).view_as(self.index)
 
     def put(self, flat: Tensor, values: Tensor) -> None:
@@ -54,15 +54,15 @@ class GroupSample:
         flat.scatter_(0, self._flat_index, 0.0)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum of ``values`` (groups, samples), numbers or truths, by group: fp64 (groups)."""
+        """Sum ``values`` (groups, samples), numbers or truths, by group: fp64 (groups)."""
         return (values * self.weight).sum(1)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of ``values`` (groups, samples), numbers or truths, by group: fp64 (groups)."""
+        """Average ``values`` (groups, samples), numbers or truths, by group: fp64 (groups)."""
         return self.total(values) / self._counts
 
     def share(self, of: Tensor, where: Tensor) -> Tensor:
-        """Σ of·where / Σ of by group: fp64 (…, groups), NaN where there is nothing to share.
+        """Compute Σ of·where / Σ of by group: fp64 (…, groups), NaN where Σ of is 0.
 
         of, where: (…, groups, samples), numbers or truths.
         """
@@ -80,13 +80,13 @@ class SlotSums:
         self.counts = self.of(torch.ones_like(sample.weight))
 
     def spread(self, by_slot: Sequence[float]) -> Tensor:
-        """The number of each sample's slot: fp64 (groups, samples); 1 in place of 0."""
+        """Return the number of each sample's slot: fp64 (groups, samples); 1 in place of 0."""
         numbers = torch.tensor(by_slot, dtype=torch.float64, device=self._slot.device)
         numbers = torch.where(numbers == 0, 1.0, numbers)
         return numbers[self._slot].view_as(self._sample.weight)
 
     def of(self, values: Tensor) -> Tensor:
-        """Sum of ``values`` (groups, samples) by slot: fp64 (slots)."""
+        """Sum ``values`` (groups, samples) by slot: fp64 (slots)."""
         weighted = (values * self._sample.weight).flatten()
         return weighted.new_zeros(self._slots).index_add_(0, self._slot, weighted)
 
@@ -97,7 +97,7 @@ def _positions(group: GroupRange, samples: int) -> Tensor:
 
 
 def _stride_from(least: int) -> int:
-    """The smallest stride from ``least`` that shares no small prime factor with a row's width."""
+    """Find the smallest stride from ``least`` without a small prime factor of a row's width."""
     stride = least
     while gcd(stride, _FACTORS_OF_WIDTHS) != 1:
         stride += 1

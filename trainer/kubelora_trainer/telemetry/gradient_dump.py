@@ -1,4 +1,4 @@
-"""Raw gradients on disk: what each micro-batch brought, before the accumulator took it in.
+"""Raw gradients on disk: what each micro-batch contributed, before accumulation.
 
 Sums can't tell which micro-batch was at fault, nor what was lost in adding it. So gradients are
 caught one step earlier, in autograd's hook before accumulation. Autograd has cast them to the
@@ -39,7 +39,7 @@ _BYTES = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 class MicroStepName:
     """step: optimizer step that the gradient goes into, from 1. place: in its window, from 0.
 
-    micro_step: over the whole run, from 0, as the data's order counts.
+    micro_step: over the run, from 0, as the data's order counts.
     """
 
     step: int
@@ -53,7 +53,7 @@ class MicroStepName:
 
 
 class GradientDump:
-    """Writes what ``spec`` asks for. ``micro_step`` goes around each backward pass."""
+    """The writer of what ``spec`` asks for. ``micro_step`` wraps each backward pass."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class GradientDump:
 
     @contextmanager
     def micro_step(self, name: MicroStepName) -> Iterator[None]:
-        """Around one micro-step's backward pass. Raises ConfigurationError if the disk refuses."""
+        """Wrap one micro-step's backward pass. Raises ConfigurationError if the disk refuses."""
         self._open = True
         try:
             yield
@@ -122,7 +122,7 @@ class GradientDump:
         before = path.stat().st_size if path.exists() else 0  # this step comes again, after a kill
         left = self._left + before
         tensors: dict[str, Tensor] = {}
-        size = 1024  # of the header beside its entries
+        size = 1024  # of the header without its entries
         for slot, gradient in self._chosen:
             size += gradient.nbytes + len(slot.factor.name) + 128
             if size > left:
@@ -152,7 +152,7 @@ class GradientDump:
         write_file(path, save(tensors, metadata))
 
     def _stop(self, step: int) -> None:
-        """The budget is used up: say so once, and cost nothing from here on."""
+        """Stop because the budget is used up: warn once, and cost nothing from here on."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -165,7 +165,7 @@ class GradientDump:
 
 
 def chosen_slots(slots: Sequence[Slot], patterns: Sequence[str]) -> list[Slot]:
-    """Slots whose module or factor a pattern matches; all without patterns.
+    """Return slots whose module or factor matches a pattern; all without patterns.
 
     Raises ConfigurationError for a pattern that matches none.
     """
@@ -185,17 +185,17 @@ def chosen_slots(slots: Sequence[Slot], patterns: Sequence[str]) -> list[Slot]:
 
 
 def as_computed(gradient: Tensor, compute: torch.dtype) -> Tensor:
-    """The gradient in the type that it was computed in, where every value survives that."""
+    """Convert the gradient to the dtype it was computed in if that preserves every value."""
     narrow = gradient.to(compute)
     survived = (narrow.to(gradient.dtype) == gradient) | gradient.isnan()
     return narrow if bool(survived.all()) else gradient
 
 
 def dumped_files(folder: Path) -> list[Path]:
-    """Files of dumped gradients, in the order of steps."""
+    """List files of dumped gradients, in the order of steps."""
     return sorted(folder.glob("step-*.safetensors"))
 
 
 def bytes_of(quantity: str) -> int:
-    """``64Mi`` in bytes."""
+    """Convert a quantity such as ``64Mi`` to bytes."""
     return int(quantity[:-2]) * _BYTES[quantity[-2:]]

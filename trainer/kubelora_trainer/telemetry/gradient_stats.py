@@ -19,11 +19,11 @@ CHUNK_ELEMENTS: Final = 1 << 22
 """Elements looked at together on a device: 16 MiB of temporaries in fp32, whatever the adapter's
 size."""
 CACHED_ELEMENTS: Final = 1 << 17
-"""The same on a CPU, where what stands in its cache is looked at again for nothing."""
+"""The same on a CPU, where what is in its cache is read again for nothing."""
 
 
 class GradientSums(Protocol):
-    """Measures the gradient buffer as it stands.
+    """Statistics of the gradient buffer as it is.
 
     norm: L2, fp64 (slots). absmax: fp32 (slots), NaN where there is one. counts: fp64 (groups, 3):
     zeros, elements that are not finite, and elements that the narrowest type in use in
@@ -31,25 +31,25 @@ class GradientSums(Protocol):
     """
 
     def measure(self) -> dict[str, Tensor]:
-        """The three, by name, on the gradient's device."""
+        """Compute the three, by name, on the gradient's device."""
 
 
 def gradient_sums(buffers: AdapterBuffers, loss_scale: Tensor | None) -> GradientSums:
-    """What suits the device. loss_scale: what underflows is judged on scaled gradients."""
+    """Choose what suits the device. loss_scale: what underflows is judged on scaled gradients."""
     if buffers.gradient.device.type == "cpu":
         return HostSums(buffers, loss_scale)
     return DeviceSums(buffers, loss_scale)
 
 
 class DeviceSums:
-    """By kernels over many tensors; nothing waits for the device."""
+    """Statistics by kernels over many tensors; nothing waits for the device."""
 
     def __init__(self, buffers: AdapterBuffers, loss_scale: Tensor | None) -> None:
         self._buffers, self._loss_scale = buffers, loss_scale
         self._views = [slot.of(buffers.gradient) for slot in buffers.slots]
 
     def measure(self) -> dict[str, Tensor]:
-        """See `GradientSums`."""
+        """Measure; see `GradientSums`."""
         norms = torch._foreach_norm(self._views, 2, dtype=torch.float32)
         largest = torch._foreach_norm(self._views, torch.inf, dtype=torch.float32)
         counts = [self._count(group) for group in self._buffers.groups]
@@ -73,7 +73,7 @@ class DeviceSums:
 
 @dataclass(frozen=True)
 class _Part:
-    """Whole slots that follow each other. firsts: where each begins, from the part's own start.
+    """Consecutive slots. firsts: where each begins, from the part's own start.
 
     groups: index of each group that has a share in the part, and where that lies in it.
     """
@@ -86,7 +86,7 @@ class _Part:
 
 
 class HostSums:
-    """By numpy, part by part."""
+    """Statistics by numpy, part by part."""
 
     def __init__(self, buffers: AdapterBuffers, loss_scale: Tensor | None) -> None:
         self._buffers, self._loss_scale = buffers, loss_scale
@@ -100,7 +100,7 @@ class HostSums:
         ]
 
     def measure(self) -> dict[str, Tensor]:
-        """See `GradientSums`."""
+        """Measure; see `GradientSums`."""
         squares = np.empty(len(self._buffers.slots), np.float64)
         largest = np.empty(len(self._buffers.slots), np.float32)
         counts = np.zeros((len(self._buffers.groups), 3), np.float64)
@@ -134,13 +134,13 @@ class HostSums:
 
 
 def _rounds_to_zero(dtype: torch.dtype) -> np.float32:
-    """The largest number that ``dtype`` rounds to zero: half of its smallest, a tie to even."""
+    """Return the largest number that ``dtype`` rounds to 0: half of its smallest, a tie to even."""
     kind = torch.finfo(dtype)
     return np.float32(kind.smallest_normal * kind.eps / 2)
 
 
 def _parts(buffers: AdapterBuffers) -> Iterator[_Part]:
-    """All slots, in parts of at most ``CACHED_ELEMENTS``; a longer slot is a part of its own."""
+    """Divide slots into parts of at most ``CACHED_ELEMENTS``; a longer slot is its own part."""
     slots, first = buffers.slots, 0
     for place, slot in enumerate(slots):
         last = place + 1 == len(slots)

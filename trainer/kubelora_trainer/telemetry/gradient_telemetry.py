@@ -38,9 +38,9 @@ from kubelora_trainer.utils.stateful import check_like
 
 
 class GradientTelemetry:
-    """Measures at the points of a step where each number exists; the training loop calls in order.
+    """Measurements at the points of a step where each number exists; the loop calls in order.
 
-    A `Stateful`: a run that is resumed in the middle of a window tells the same numbers.
+    A `Stateful`: a run that is resumed in the middle of a window reports the same numbers.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class GradientTelemetry:
         self._measured: dict[str, Tensor] = {}
 
     def begin_window(self, window: range, micro_step: int) -> None:
-        """Before the micro-steps ``micro_step`` to ``window.stop`` of a window."""
-        anew = micro_step == window.start
-        self._whole = anew or self._next == micro_step
+        """Prepare for the micro-steps ``micro_step`` to ``window.stop`` of a window."""
+        fresh = micro_step == window.start
+        self._whole = fresh or self._next == micro_step
         self._micro_steps = len(window)
-        if anew:
+        if fresh:
             self._passes.go_on_from(0)
-        self._accumulation.begin_window(window, self._whole, anew)
+        self._accumulation.begin_window(window, self._whole, fresh)
 
     @contextmanager
     def micro_step(self, micro_step: int) -> Iterator[None]:
-        """Around one micro-step's backward pass."""
+        """Wrap one micro-step's backward pass."""
         self._accumulation.before(micro_step)
         yield
         self._accumulation.after(micro_step)
@@ -93,7 +93,7 @@ class GradientTelemetry:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Around the optimizer step, after clipping; the gradient must still stand at its end."""
+        """Wrap the optimizer step, after clipping; the gradient must not be cleared inside."""
         chunks = self._buffers.gradient.split(CHUNK_ELEMENTS)
         norms = [torch.linalg.vector_norm(chunk, dtype=torch.float32) for chunk in chunks]
         self._measured["clipped_norm"] = torch.stack(norms).double().square().sum().sqrt()
@@ -111,9 +111,12 @@ class GradientTelemetry:
     ) -> PendingNumbers:
         """Start the one copy of this step's numbers to the host.
 
-        loss_sum: scalar, the window's losses summed over samples. categories: the same by category.
-        rank_divergence: scalar, largest minus smallest parameter checksum over the ranks.
-        extra: whatever else is to be read with this step, by names of its own.
+        Args:
+            facts: What the host knows of the step.
+            loss_sum: Scalar, the window's losses summed over samples.
+            categories: The same by category.
+            rank_divergence: Scalar, largest minus smallest parameter checksum over the ranks.
+            extra: Whatever else is to be read with this step, by names of its own.
         """
         none = torch.zeros(0, dtype=torch.float64, device=loss_sum.device)
         nothing = torch.full_like(loss_sum, math.nan)
@@ -147,11 +150,11 @@ class GradientTelemetry:
         )
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What is known of the unfinished window, and of second moments in 8 bits."""
+        """Return the state of the unfinished window, and of second moments in 8 bits."""
         return {**self._accumulation.tensors(), **self._updates.tensors()}
 
     def scalars(self) -> JsonObject:
-        """Counts, and the micro-step that comes next."""
+        """Return counts, and the micro-step that comes next."""
         return {
             "next": self._next,
             "passes": self._passes.count,
@@ -159,7 +162,7 @@ class GradientTelemetry:
         }
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
-        """Take over what was saved. Raises ValueError where it can't fit."""
+        """Restore what was saved. Raises ValueError if it does not fit."""
         check_like(self.tensors(), tensors)
         self._accumulation.load(tensors)
         self._updates.load(tensors)

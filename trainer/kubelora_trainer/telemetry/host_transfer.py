@@ -1,4 +1,4 @@
-"""How a step's numbers travel to the host, all in one tensor, and what they are there."""
+"""The transfer of a step's numbers to the host, all in one tensor."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ EXTRA = "extra."
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the host knows of a step already.
+    """Facts of a step that the host has already.
 
     judge_updates: whether the rate was high enough for an unmoved weight to mean anything.
     own_rate: what the optimizer multiplied the rate by, of itself (Prodigy). broken_ranks: whose
@@ -68,7 +68,7 @@ class CopyToHost:
             self._host = packed
 
     def read(self) -> dict[str, list[float]]:
-        """The numbers of each tensor, flat; waits for the copy where it has not arrived."""
+        """Read the numbers of each tensor, flat; waits for the copy where it has not arrived."""
         if self._event is not None:
             self._event.synchronize()
         numbers = iter(self._host.tolist())
@@ -88,7 +88,7 @@ class PendingNumbers:
     categories: CategorySums | None
 
     def read(self) -> StepNumbers:
-        """The numbers; waits for the copy where it has not arrived."""
+        """Read the numbers; waits for the copy where it has not arrived."""
         found, facts, slots = self.copy.read(), self.facts, self.buffers.slots
         norms, waiting = found["norm"], self.dead.waiting
         off_and_size = list(zip(found["pairs"][::2], found["pairs"][1::2], strict=True))
@@ -135,7 +135,7 @@ class PendingNumbers:
         balances: Mapping[str, float],
         waiting: bool,
     ) -> dict[str, GroupNumbers]:
-        """An optimizer leaves a gradient that is not finite alone: its step is not judged.
+        """Compute the groups' numbers. Updates are not judged where the gradient is not finite.
 
         waiting: lora_B may still be 0 in the passes, or next to it, which makes lora_A's gradient
         0, or a few of the type's smallest numbers.
@@ -169,7 +169,7 @@ class PendingNumbers:
 def _by_slot(
     slots: Sequence[Slot], pairs: Sequence[Pair], off_and_size: Sequence[tuple[float, float]]
 ) -> list[float]:
-    """The balance of each factor's pair; NaN for a factor without one."""
+    """Return the balance of each factor's pair; NaN for a factor without one."""
     by_slot = [math.nan] * len(slots)
     for pair, (off, size) in zip(pairs, off_and_size, strict=True):
         by_slot[pair.down] = by_slot[pair.up] = balance(off, size)
@@ -181,5 +181,5 @@ def _over_rate(change: float, rate: float) -> float:
 
 
 def _largest(values: Sequence[float]) -> float:
-    """The maximum, NaN where any is NaN."""
+    """Return the maximum, NaN where any is NaN."""
     return math.nan if any(math.isnan(v) for v in values) else max(values)

@@ -1,4 +1,4 @@
-"""Whether the gradients of lora_A and lora_B belong to one and the same backward pass.
+"""A check that the gradients of lora_A and lora_B belong to the same backward pass.
 
 A loss depends on a pair of factors through the product B·A alone, so it does not change when A
 becomes M·A and B becomes B·M⁻¹. The derivative of that is an identity of the chain rule:
@@ -31,7 +31,7 @@ class Pair:
 
 
 def pairs_of(slots: Sequence[Slot]) -> tuple[Pair, ...]:
-    """The modules that have both factors, in the order of their lora_A."""
+    """List the modules that have both factors, in the order of their lora_A."""
     place = {slot.factor.name: index for index, slot in enumerate(slots)}
     pairs = []
     for index, slot in enumerate(slots):
@@ -43,7 +43,7 @@ def pairs_of(slots: Sequence[Slot]) -> tuple[Pair, ...]:
 
 
 class BalanceProbe:
-    """Measures the identity on the finished gradient, before the optimizer step.
+    """Measurement of the identity on the finished gradient, before the optimizer step.
 
     Weights are those that the passes computed with, the working copy. Pairs of one shape are
     multiplied together, at most ``chunk_elements`` of each factor at a time.
@@ -59,7 +59,7 @@ class BalanceProbe:
         self._batches = [_Batch(buffers, [self.pairs[index] for index in b]) for b in batches]
 
     def measure(self) -> Tensor:
-        """By pair: ‖A·gAᵀ - gBᵀ·B‖² and ((‖A·gAᵀ‖ + ‖gBᵀ·B‖) / 2)²; fp64 (pairs, 2).
+        """Compute by pair: ‖A·gAᵀ - gBᵀ·B‖² and ((‖A·gAᵀ‖ + ‖gBᵀ·B‖) / 2)²; fp64 (pairs, 2).
 
         Products below 1e-19 count as 0: their squares are too small for fp32.
         """
@@ -88,23 +88,23 @@ class _Batch:
 
 
 def _norms(matrices: Tensor) -> Tensor:
-    """L2 norm of each of (pairs, rank, rank), fp64."""
+    """Compute the L2 norm of each of (pairs, rank, rank), fp64."""
     norms: Tensor = torch.linalg.vector_norm(matrices, dim=(1, 2))
     return norms.double()
 
 
 def _stacked(matrices: list[Tensor]) -> Tensor:
-    """fp32 (pairs, rows, columns)."""
+    """Stack to fp32 (pairs, rows, columns)."""
     return torch.stack(matrices).float()
 
 
 def balance(off: float, size: float) -> float:
-    """sqrt(off / size); NaN where there is nothing to compare."""
+    """Compute sqrt(off / size); NaN if there is nothing to compare."""
     return math.sqrt(off / size) if size > 0 and math.isfinite(size) else math.nan
 
 
 def pooled(pairs: Sequence[Pair], measured: Sequence[tuple[float, float]]) -> Mapping[str, float]:
-    """The balance of each block: √Σ‖A·gAᵀ - gBᵀ·B‖² / √Σ((‖A·gAᵀ‖ + ‖gBᵀ·B‖) / 2)²."""
+    """Compute the balance of each block: √Σ‖A·gAᵀ - gBᵀ·B‖² / √Σ((‖A·gAᵀ‖ + ‖gBᵀ·B‖) / 2)²."""
     sums: dict[str, tuple[float, float]] = {}
     for pair, (off, size) in zip(pairs, measured, strict=True):
         before = sums.get(pair.block, (0.0, 0.0))

@@ -1,4 +1,4 @@
-"""What is known of one optimizer step, as plain numbers: the telemetry's result.
+"""The numbers of one optimizer step: the telemetry's result.
 
 Apart from how they are measured, so that watchdog, exporter and run log need no tensor to read
 them.
@@ -17,7 +17,7 @@ from kubelora_trainer.optim.loss_scaler import LEAST_SCALE
 class GroupNumbers:
     """One group's numbers of one optimizer step, of the gradient before clipping. Ratios 0 to 1.
 
-    NaN stands for what was not measured, or could not be judged in this step.
+    NaN means: not measured, or not to be judged in this step.
 
     grad_zero_ratio: NaN for lora_A while lora_B may be 0 in the passes though its masters moved
     (fp16). update_lost_ratio: NaN where the step was not meant to move anything.
@@ -140,4 +140,4 @@ STEP_FIELDS: Final[Mapping[str, str]] = {
     metrics.HOST_MEMORY_PEAK.name: "host_memory_peak",
     metrics.DEVICE_MEMORY_PEAK.name: "device_memory_peak",
 }
-"""Field of ``StepNumbers`` behind each metric of the whole step."""
+"""Field of ``StepNumbers`` behind each metric of a step."""

@@ -1,12 +1,12 @@
-"""What an optimizer step did to the weights, and whether its own state still moves.
+"""Effects of an optimizer step on the weights, and on the optimizer's own state.
 
 Compares sampled elements before and after the step. Optimizers differ in what they remember; each
 number that an optimizer has no base for is NaN.
 
 A second moment that is kept by itself, in fp32 or less, shows in one step whether it moves. One in
-8 bits does not: it moves with the scale that it shares with 255 others, and by whole codes of 0.7 %
-to 7 % where a step asks for 0.1 %. So the sampled ones are followed in fp32 beside it, and what is
-told is how many are far from that.
+8 bits does not: it moves with the scale that it shares with 255 others, and by codes of 0.7 % to
+7 % where a step asks for 0.1 %. So the running mean of the sampled ones is also kept in fp32, and
+the share that is far from it is reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ place."""
 
 FAR = 4.0
 """A second moment in 8 bits that is off by more than this factor does not follow: it makes a step
-wrong by its root, twice as long or half. docs/numerics.md tells how far rounding alone goes."""
+wrong by its root, twice as long or half. docs/numerics.md derives how far rounding alone goes."""
 
 
 class UpdateProbe:
-    """Measures one optimizer step. All results fp64 on the device.
+    """Measurement of one optimizer step. All results fp64 on the device.
 
     lost (groups): share of weights that kept their bits although their momentum (their gradient,
     where the optimizer keeps no momentum in this form) is not zero.
@@ -69,12 +69,12 @@ class UpdateProbe:
         self._shadow = torch.zeros(shape, dtype=torch.float32, device=buffers.masters.device)
 
     def before(self) -> None:
-        """Right before the optimizer step."""
+        """Prepare for the optimizer step."""
         self._weights = self._sample.take(self._buffers.masters)
         self._second = self._taken(self._moments.second_moment)
 
     def after(self) -> None:
-        """Right after it, while the gradient that it used still stands."""
+        """Measure after it, before the gradient that it used is cleared."""
         before, second_before = self._weights, self._second
         self._weights = self._second = None
         if before is None:
@@ -106,11 +106,11 @@ class UpdateProbe:
                 self.damping = damping_ratio(self._sample, second, damping)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What second moments should be, for a checkpoint; nothing where they need no shadow."""
+        """Return what second moments should be, for a checkpoint; nothing without a shadow."""
         return {"second_moment": self._shadow} if self._shadow.numel() else {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what ``tensors`` gave."""
+        """Restore what ``tensors`` returned."""
         if self._shadow.numel():
             self._shadow = tensors["second_moment"].to(self._shadow.device)
 
@@ -127,11 +127,19 @@ class UpdateProbe:
 
 
 def stuck_ratio(sample: GroupSample, before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
-    """Share of second moments that did not move although they should have, fp64 (groups).
+    """Compute the share of second moments that did not move although they should have.
 
     One should move where g² differs from it by more than ``SAME_SQUARE`` of the larger of both.
-    NaN where none should. Squares are taken in fp64: one that underflows in the state's type
-    should have moved it.
+    Squares are taken in fp64: one that underflows in the state's dtype should have moved it.
+
+    Args:
+        sample: The sampled positions.
+        before: Second moments before the step, (groups, samples).
+        after: The same after it.
+        gradient: What the step used, (groups, samples).
+
+    Returns:
+        fp64 (groups); NaN where none should move.
     """
     mean, square = before.double(), gradient.double().square()
     differs = (square - mean).abs() > SAME_SQUARE * torch.maximum(square, mean)
@@ -139,18 +147,32 @@ def stuck_ratio(sample: GroupSample, before: Tensor, after: Tensor, gradient: Te
 
 
 def far_ratio(sample: GroupSample, found: Tensor, exact: Tensor) -> Tensor:
-    """Share of ``found`` that ``exact`` is more than ``FAR`` times away from, fp64 (groups).
+    """Compute the share of ``found`` that is off by more than ``FAR`` times.
 
-    NaN where there is nothing but zeros.
+    Args:
+        sample: The sampled positions.
+        found: Second moments as the optimizer has them, (groups, samples).
+        exact: As they should be.
+
+    Returns:
+        fp64 (groups); NaN where there is nothing but zeros.
     """
     far = (found > FAR * exact) | (found < exact / FAR)
     return sample.share((exact != 0) | (found != 0), far)
 
 
 def damping_ratio(sample: GroupSample, second: Tensor, damping: Damping) -> Tensor:
-    """Mean of sqrt(v̂) / (sqrt(v̂) + eps), v̂ bias-corrected, where v is not 0; fp64 (groups).
+    """Compute the mean of sqrt(v̂) / (sqrt(v̂) + eps), v̂ bias-corrected, where v is not 0.
 
-    Kingma & Ba 2015, algorithm 1. NaN where every v is 0.
+    (Kingma & Ba 2015, algorithm 1.)
+
+    Args:
+        sample: The sampled positions.
+        second: Second moments v, (groups, samples).
+        damping: eps, and the bias correction.
+
+    Returns:
+        fp64 (groups); NaN where every v is 0.
     """
     root = (second.double() / damping.correction).sqrt()
     return sample.share(second != 0, root / (root + damping.eps))

@@ -1,4 +1,4 @@
-"""Which factors of the adapter to look at first: the ten worst, for ``/status``.
+"""The ten worst factors of the adapter, to look at first, for ``/status``.
 
 Labels of metrics can't name modules, their number is unbounded; the run's log names them all.
 """
@@ -15,11 +15,11 @@ WORST_MODULES = 10
 CONTRADICTION = 0.05
 """A balance above this is no rounding: bf16 passes read up to 5e-3, lost micro-steps 0.1."""
 _JSON_MAX = 3.4e38
-"""JSON has no infinity; a norm that is not finite is told as fp32's largest number."""
+"""JSON has no infinity; a norm that is not finite is reported as fp32's largest number."""
 
 
 def worst_modules(slots: Sequence[Slot], numbers: StepNumbers) -> list[ModuleNumbers]:
-    """At most ten factors, the worst first.
+    """Return at most ten factors, the worst first.
 
     First those whose gradient is not finite, then pairs whose gradients contradict each other (the
     worst balance first), then those whose gradient norm lies farthest from their group's median,

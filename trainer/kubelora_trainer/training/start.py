@@ -51,7 +51,7 @@ def load_baseline_for_run(
             raise StorageError(f"health.baseline: {error}") from error
         document = run.job.document()
         baseline = load_baseline(uri, place, document, installed_versions(), digest, total_steps)
-        for line in baseline.told():
+        for line in baseline.report_lines():
             logger.info(line)
     folder.record = folder.record.model_copy(
         update={

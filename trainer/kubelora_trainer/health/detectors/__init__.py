@@ -21,7 +21,7 @@ from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 
 @dataclass(frozen=True)
 class Watched:
-    """What detectors are built from.
+    """The facts and parts that detectors are built from.
 
     categories: of each sample, in the dataset's order; empty where images are not watched.
     """

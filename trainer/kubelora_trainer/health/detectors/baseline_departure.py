@@ -1,4 +1,4 @@
-"""Detects gradients that leave the range of ``health.baseline`` at the same progress."""
+"""Detection of gradients that leave the range of ``health.baseline`` at the same progress."""
 
 from pydantic import TypeAdapter
 
@@ -14,7 +14,7 @@ _PASSAGE = TypeAdapter(Passage)
 
 
 class BaselineDeparture(Detector):
-    """Compares gradient norms with a baseline's, where there is one."""
+    """A comparison of gradient norms with a baseline's, if there is one."""
 
     rows = (BASELINE_DEPARTURE,)
 
@@ -23,7 +23,7 @@ class BaselineDeparture(Detector):
         self._passage = Passage()
 
     def on_start(self, start: RunStart, known: WatchState) -> Judgement:
-        """Begin again where an earlier attempt measured progress on another length."""
+        """Restart the comparison if an earlier attempt measured progress on another length."""
         if start.planned_before not in (None, self._total_steps):
             self._passage = Passage()
         return NOTHING
@@ -43,7 +43,7 @@ class BaselineDeparture(Detector):
         return Judgement((finding,))
 
     def state(self) -> JsonObject:
-        """Return where the run is in the baseline's range."""
+        """Return the run's position in the baseline's range."""
         return {"passage": _PASSAGE.dump_python(self._passage, mode="json")}
 
     def load(self, saved: JsonObject) -> None:

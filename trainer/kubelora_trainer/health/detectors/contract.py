@@ -21,7 +21,7 @@ from kubelora_trainer.telemetry.step_metrics import StepNumbers
 
 
 class Dtypes(Detector):
-    """Working copy, gradients, master weights and optimizer state have the planned dtypes."""
+    """A check that working copy, gradients, masters and optimizer state have the planned dtypes."""
 
     def on_start(self, start: RunStart, known: WatchState) -> Judgement:
         """Compare them."""
@@ -31,7 +31,7 @@ class Dtypes(Detector):
 
 
 class FreshAdapter(Detector):
-    """An adapter that has learned nothing changes nothing."""
+    """A check that an untrained adapter changes nothing."""
 
     def on_start(self, start: RunStart, known: WatchState) -> Judgement:
         """Check that |B·A| is 0."""
@@ -42,7 +42,7 @@ class FreshAdapter(Detector):
 
 
 class RestoredOptimizer(Detector):
-    """The optimizer knows every step that the checkpoint's manifest counts."""
+    """A check that the optimizer has every step that the checkpoint's manifest counts."""
 
     def on_start(self, start: RunStart, known: WatchState) -> Judgement:
         """Compare the two counts."""
@@ -53,7 +53,7 @@ class RestoredOptimizer(Detector):
 
 
 class ReachedByBackward(Detector):
-    """Every adapter module is reached by the first backward pass of an attempt."""
+    """A check that the first backward pass of an attempt reaches every adapter module."""
 
     def __init__(self) -> None:
         self._reached: ReachedModules | None = None
@@ -71,7 +71,7 @@ class ReachedByBackward(Detector):
 
 
 class FiniteGradients(Detector):
-    """No gradient is NaN or infinite, but what a smaller loss scale cures."""
+    """A check that no gradient is NaN or infinite, except what a smaller loss scale cures."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
@@ -83,13 +83,13 @@ class FiniteGradients(Detector):
 
 
 class FirstGradientsArrive(Detector):
-    """Each factor gets a gradient as soon as the mathematics gives it one."""
+    """A check that each factor gets a gradient as soon as the mathematics gives it one."""
 
     def __init__(self, first: FirstGradients) -> None:
         self._first = first
 
     def on_start(self, start: RunStart, known: WatchState) -> Judgement:
-        """Note how many steps have moved a weight."""
+        """Set how many steps have moved a weight."""
         self._first.rewind(start.moved)
         return NOTHING
 
@@ -100,7 +100,7 @@ class FirstGradientsArrive(Detector):
 
 
 class RolledBack(Detector):
-    """A run that went back is not called healthy."""
+    """The warning of a run that was rolled back, which is never called healthy."""
 
     rows = (ROLLED_BACK,)
 

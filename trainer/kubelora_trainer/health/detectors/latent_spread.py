@@ -1,9 +1,9 @@
-"""Detects latents of a category's images that have no content, or not the scale they should have.
+"""Detection of a category whose latents have no content, or are not scaled as they should be.
 
 A VAE that overflows in half precision, or a cache filled by one, gives latents that are all alike;
-the loss then looks fine, for noise on nothing is easily told. Latents that were never scaled drown
-the noise instead, and the loss looks even better. Each image is looked at once, when
-its latent is first used.
+the loss then looks fine, because noise on nothing is easy to predict. Latents that were never
+scaled drown the noise instead, and the loss looks even better. Each image is read once, when its
+latent is first used.
 """
 
 import math
@@ -29,7 +29,7 @@ ENOUGH_IMAGES = 8
 
 @dataclass
 class _Category:
-    """Sums over the images seen: by channel, fp64."""
+    """fp64 sums by channel over the images seen."""
 
     wanted: int
     images: int = 0
@@ -53,7 +53,7 @@ class _Category:
 
 
 class LatentSpread(Detector):
-    """Collects what is known of the latents, category by category.
+    """The deviation of latents, category by category.
 
     categories: of each sample, in the dataset's order; empty for none.
     """
@@ -81,14 +81,14 @@ class LatentSpread(Detector):
         return Judgement(tuple(found))
 
     def _wants(self, sample: int) -> bool:
-        """Whether this sample's latent is still to be looked at."""
+        """Return whether this sample's latent is still to be read."""
         if not self._categories:
             return False
         category = self._by_name[self._categories[sample]]
         return sample not in self._seen and category.images < category.wanted
 
     def _add(self, sample: int, latent: Tensor) -> None:
-        """Note the scaled latent (channels, h, w) of a sample that is wanted."""
+        """Add the scaled latent (channels, h, w) of a sample that is wanted."""
         name = self._categories[sample]
         category = self._by_name[name]
         self._seen.add(sample)

@@ -1,4 +1,4 @@
-"""What the watchdog compares with the table's limits: one number per group, from a step's numbers.
+"""Quantities that are compared with the table's limits: one number per group of a step.
 
 Most limits are on a metric itself. The others are on a quantity made of it and of what is known of
 the run; each is a pure function here, under the finding's name. NaN means: not to be judged now.
@@ -38,7 +38,7 @@ EMBEDDINGS = "embed."
 """Begin of the groups whose inputs hold exact zeros: sines and cosines of sizes and time."""
 
 Values = Mapping[str | None, float]
-"""By group; None for a number of the whole step."""
+"""By group; None for a number of the step."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class FactorFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What does not change during a run.
+    """Facts that do not change during a run.
 
     compute: type of the passes. dropout: share of the adapter's inputs that is set to 0.
     finds_rate: whether the optimizer multiplies the rate by a number of its own (Prodigy). factors:
@@ -96,7 +96,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Memory:
-    """What judging one step needs of the steps before it.
+    """Numbers of earlier steps that a step is judged by.
 
     first_losses: of the run. scales: newest update scales by group. before: what they were at the
     last resume, emptied once that is judged. since: update scales of each group since then.
@@ -112,7 +112,14 @@ class Memory:
 def facts_of(
     training: Training, buffers: AdapterBuffers, total_steps: int, dropout: float = 0.0
 ) -> RunFacts:
-    """The facts of a run. dropout: ``adapter.dropout``."""
+    """Collect the facts of a run.
+
+    Args:
+        training: The job's settings.
+        buffers: The adapter.
+        total_steps: Optimizer steps of the run.
+        dropout: ``adapter.dropout``.
+    """
     factors = tuple(
         FactorFacts(
             slot.factor.group,
@@ -135,7 +142,7 @@ def facts_of(
 
 
 def _rank(slot: Slot) -> int:
-    """lora_A is (rank, ...), lora_B (outputs, rank, ...)."""
+    """Return the rank: lora_A is (rank, ...), lora_B (outputs, rank, ...)."""
     kind = slot.factor.name.rpartition(".")[2]
     return slot.shape[0] if kind == DOWN else slot.shape[1] if kind == UP else 0
 
@@ -143,7 +150,14 @@ def _rank(slot: Slot) -> int:
 def values_of(
     threshold: Threshold, numbers: StepNumbers, facts: RunFacts, memory: Memory
 ) -> Values:
-    """What ``threshold`` is compared with in this step."""
+    """Return what ``threshold`` is compared with in this step, by group.
+
+    Args:
+        threshold: The row of the table.
+        numbers: The step's numbers.
+        facts: The run.
+        memory: What earlier steps left.
+    """
     if quantity := QUANTITIES.get(threshold.finding):
         return quantity(numbers, facts, memory)
     name = threshold.metric.name
@@ -153,7 +167,7 @@ def values_of(
 
 
 def remembered(memory: Memory, numbers: StepNumbers) -> Memory:
-    """The memory after one more step."""
+    """Add one step to the memory."""
     losses = memory.first_losses
     if len(losses) < REFERENCE_LOSSES and math.isfinite(numbers.loss):
         losses = (*losses, numbers.loss)
@@ -171,7 +185,7 @@ def remembered(memory: Memory, numbers: StepNumbers) -> Memory:
 
 
 def at_resume(memory: Memory) -> Memory:
-    """The memory of a run that was just resumed."""
+    """Prepare the memory of a run that was just resumed."""
     settled = {
         group: median(scales)
         for group, scales in memory.scales.items()

@@ -1,4 +1,4 @@
-"""Detects timesteps or noise that are not drawn again for each sample.
+"""Detection of timesteps or noise that are not drawn again for each sample.
 
 A generator that is seeded with the same number each time, or a timestep that is rounded away,
 trains a single point of what the model must know: gradients obey every law, and the loss falls
@@ -18,7 +18,7 @@ _LIMIT = int(DRAWS_REPEATED.limit or 0)
 
 
 class RepeatedDraws(Detector):
-    """Counts, over the samples in the order of training, how often a draw was that before it."""
+    """A count of equal draws in a row, over the samples in the order of training."""
 
     rows = (DRAWS_REPEATED,)
 
@@ -39,9 +39,9 @@ class RepeatedDraws(Detector):
         return Judgement(self.findings(numbers.step))
 
     def _count(self, micro_step: int, drawn: Mapping[str, Sequence[float]]) -> None:
-        """Note a micro-step's draws, by what they are of: a number of each of its samples.
+        """Count a micro-step's draws, by kind: one number for each of its samples.
 
-        A micro-step that is asked for once more (a compiled one is compared) is no repetition.
+        A micro-step that comes twice (a compiled model is compared on it) is not a repetition.
         """
         if micro_step == self._micro_step:
             return

@@ -1,4 +1,4 @@
-"""Detects a step whose numbers are beyond a limit of the table that the alert rules read too.
+"""Detection of steps whose numbers are beyond a limit of the table that the alert rules read too.
 
 Values are judged on medians over a few steps, so that one wild micro-batch raises no alarm; the
 first steps, where lora_A has no gradient because lora_B is 0, are not judged.
@@ -32,7 +32,7 @@ Recent = Mapping[str, Mapping[str, tuple[float, ...]]]
 
 @dataclass(frozen=True)
 class _State:
-    """What the limits remember. memory: what single steps are compared with."""
+    """The state of the limits. memory: what single steps are compared with."""
 
     recent: Recent = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
@@ -54,7 +54,7 @@ class StepLimits(Detector):
         self._memory = Memory()
 
     def on_start(self, start: RunStart, known: WatchState) -> Judgement:
-        """Note what the first steps after a resume are compared with."""
+        """Keep what the first steps after a resume are compared with."""
         if start.reason == "resumed":
             self._memory = at_resume(self._memory)
         return NOTHING
@@ -83,7 +83,7 @@ class StepLimits(Detector):
         return Judgement(tuple(raised), frozenset(cleared), frozenset(judged))
 
     def _medians(self, row: Threshold, numbers: StepNumbers) -> dict[str, float]:
-        """Medians by group, of groups that were measured often enough."""
+        """Compute medians by group, of groups that were measured often enough."""
         recent = dict(self._recent.get(row.finding, {}))
         medians: dict[str, float] = {}
         for name, value in values_of(row, numbers, self._facts, self._memory).items():
@@ -129,7 +129,7 @@ def _finding(
     numbers: StepNumbers,
     earlier: Finding | None,
 ) -> Finding:
-    """The finding at this step; it keeps the step that showed it first and the worst value."""
+    """Build the finding, with the step that showed it first and the worst value since."""
     group = (min if row.op == "<" else max)(broken, key=lambda g: broken[g])
     value = broken[group]
     if earlier is not None and earlier.value is not None:

@@ -1,4 +1,4 @@
-"""Detects a single step whose loss or gradient norm is far above the steps before it.
+"""Detection of a single step whose loss or gradient norm is far above the steps before it.
 
 Limits on medians ignore one wild step, as they must: it is no failure by itself. But it is how a
 broken image, a flipped bit or a learning rate at its edge shows first, so it is worth a warning.
@@ -37,7 +37,7 @@ _RECENT = TypeAdapter(dict[str, list[float]])
 
 
 class StepSpike(Detector):
-    """Compares each step's loss and gradient norm with those of the steps before it."""
+    """A comparison of each step's loss and gradient norm with those of the steps before it."""
 
     rows = (STEP_SPIKED,)
 
