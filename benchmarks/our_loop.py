@@ -4,7 +4,7 @@ Two ways to make a step: with telemetry and all that it feeds (watchdog, metrics
 progress), or with neither: then the gradient's norm alone is computed, for clipping. One loop does
 both, on the same tensors: two loops of one kind differ by a few per cent in time, by nothing but
 where their memory lies. `main` trains a few steps and prints its peak memory, the writing of the
-run log included; heavy_imports comes first, as in the command.
+run log included; import_heavy_libraries comes first, as in the command.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from benchmarks.job import bench_document
 
 COMMAND = "from kubelora_trainer.cli.main import main; main(prog_name='kubelora')"
 OUR_LOOP = (
-    "from kubelora_trainer.utils.heavy_imports import import_heavy_libraries; "
+    "from kubelora_trainer.utils.third_party import import_heavy_libraries; "
     "import_heavy_libraries(); "
     "from benchmarks.our_loop import main; main()"
 )

@@ -54,26 +54,30 @@ class ParquetParts:
         """
         if not self._target.exists():
             return
+        import pyarrow as pa
         import pyarrow.compute as pc
 
         for left in list(self._parts.iterdir()):
             left.unlink()
-        for rows in self._row_groups(self._target):
-            rows = rows.filter(pc.less_equal(rows["step"], step))
+        for batch in self._batches(self._target):
+            rows = pa.Table.from_batches([batch]).filter(pc.field("step") <= step)
             if rows.num_rows:
                 steps = pc.min_max(rows["step"])
                 self.write(rows, steps["min"].as_py(), steps["max"].as_py())
         self._target.unlink(missing_ok=True)
 
-    def _row_groups(self, file: Path) -> "Iterator[pa.Table]":
-        """Yield the readable row groups of a file; if it is damaged, rename it and warn."""
+    def _batches(self, file: Path, schema: "pa.Schema | None" = None) -> "Iterator[pa.RecordBatch]":
+        """Yield a file's readable rows; if it is damaged, rename it and warn.
+
+        schema: columns to convert to; those that the file lacks are null.
+        """
         import pyarrow as pa
-        import pyarrow.parquet as pq
+        import pyarrow.dataset as ds
 
         try:
-            with pq.ParquetFile(file) as table:
-                for number in range(table.num_row_groups):
-                    yield table.read_row_group(number)
+            yield from ds.dataset(file, schema=schema, format="parquet").to_batches(
+                batch_readahead=1  # bounds the memory
+            )
         except (pa.ArrowException, OSError) as error:
             renamed = file.with_name(f"{file.name}.corrupt")
             file.replace(renamed)
@@ -110,7 +114,7 @@ class ParquetParts:
             sync_folder(path.parent)
 
     def finish(self) -> Path:
-        """Join all parts, row group by row group, and return the table's path."""
+        """Join all parts, batch by batch, and return the table's path."""
         import pyarrow.parquet as pq
 
         self._folder.check_ownership()
@@ -120,9 +124,9 @@ class ParquetParts:
             parts = sorted(self._parts.glob("steps-*.parquet"))
             schema = _columns_of_all(parts)
             for part in parts:
-                for rows in self._row_groups(part):
+                for batch in self._batches(part, schema):
                     writer = writer or pq.ParquetWriter(aside, schema, compression="zstd")
-                    writer.write_table(_with_columns(rows, schema))
+                    writer.write_batch(batch)
             if writer:
                 writer.close()
                 flush_to_disk(aside)
@@ -145,18 +149,3 @@ def _columns_of_all(parts: Sequence[Path]) -> "pa.Schema":
         with suppress(pa.ArrowException, OSError):  # reported when its rows are read
             fields |= {field.name: field for field in pq.read_schema(part)}
     return pa.schema(list(fields.values()))
-
-
-def _with_columns(rows: "pa.Table", schema: "pa.Schema") -> "pa.Table":
-    """Convert rows to the columns of ``schema``; columns not measured at that time are null."""
-    import pyarrow as pa
-
-    return pa.table(
-        [
-            rows[field.name].cast(field.type)
-            if field.name in rows.column_names
-            else pa.nulls(rows.num_rows, field.type)
-            for field in schema
-        ],
-        schema=schema,
-    )
