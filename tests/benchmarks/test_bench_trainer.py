@@ -1,5 +1,7 @@
 """The benchmark measures what it says: three sides that train, in turn, and their ratio."""
 
+import ast
+import importlib.util
 import math
 import os
 import time
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import start_up
 from benchmarks.our_loop import OurLoop
 from benchmarks.paired import measure_rounds, ratio_of
 from benchmarks.reference_loop import ReferenceLoop
@@ -116,3 +119,10 @@ def test_cpu_seconds_are_the_kernels_account_of_the_process() -> None:
     while time.process_time() - begun < 0.2:
         pass
     assert cpu_seconds(os.getpid()) - before >= 0.15
+
+
+@pytest.mark.parametrize("program", [start_up.COMMAND, start_up.OUR_LOOP])
+def test_programs_of_other_processes_import_modules_that_exist(program: str) -> None:
+    modules = [n.module for n in ast.walk(ast.parse(program)) if isinstance(n, ast.ImportFrom)]
+    assert modules
+    assert all(module and importlib.util.find_spec(module) for module in modules)

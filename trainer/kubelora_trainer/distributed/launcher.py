@@ -5,6 +5,7 @@ Here exit codes are an interface, and a rank that is writing a checkpoint gets t
 torch starts the processes, and this module supervises them (decision 0009).
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Final, Literal
 
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from kubelora_api.names import ExitCode
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 PEER_GRACE_SECONDS: Final = 15.0
 """Time for ranks to notice by themselves that another one has failed, and to report it."""
 _ROUND_SECONDS: Final = 0.2
+_PR_SET_PDEATHSIG: Final = 1
+"""From prctl(2)."""
 _ORDERLY: Final = (ExitCode.DONE, ExitCode.INTERRUPTED)
 
 
@@ -163,10 +165,18 @@ def failure_sentence(end: RankExit, size: int) -> str:
     return f"{who} was killed by {name}, which ended the other ranks{hint}"
 
 
+def _die_with_launcher() -> None:
+    """Have the kernel kill this process when the launcher ends.
+
+    By SIGKILL, because Python handles no signal inside a collective.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _rank(local_rank: int, work: RankFunction, layout: NodeTopology, port: int) -> None:
     """Run one rank's process from start to exit code."""
-    # Die with the launcher. SIGKILL, because Python handles no signal inside a collective.
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    _die_with_launcher()
     stop = RankStopRequest()
     stop.install()
     rank_info = rank_info_of(layout, local_rank, port)

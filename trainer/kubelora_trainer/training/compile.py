@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters  # no public module counts graphs (decision 0015)
 
 from kubelora_trainer.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from kubelora_trainer.objective.sdxl_loss import MicroBatchLoss
