@@ -86,7 +86,10 @@ def test_the_pods_found_each_other_by_the_service(short: Studio) -> None:
     second = short.kubectl("logs", pods[1]["metadata"]["name"])
     assert "rank 1 of 2 trains with rank 0" in second
     assert "step=" not in second
-    assert "step=30/30" in short.kubectl("logs", pods[0]["metadata"]["name"])
+    first = short.kubectl("logs", pods[0]["metadata"]["name"])
+    (last_step,) = (line for line in first.splitlines() if "step=30/30" in line)
+    record = json.loads(last_step)
+    assert (record["level"], record["rank"], record["attempt"]) == ("info", 0, 1)
 
 
 def test_deleting_the_job_leaves_nothing_behind(short: Studio) -> None:

@@ -21,7 +21,9 @@ spared = ("bitsandbytes", "torchao", "scipy", "boto3", "torchvision", "triton", 
 unwanted = [name for name in spared if name in sys.modules]
 import scipy
 as_before = gc.isenabled() and gc.get_threshold() == usual
-print(json.dumps([loaded, unwanted, scipy.__name__, as_before]))
+from tqdm.auto import tqdm
+lock = type(tqdm.get_lock()).__name__
+print(json.dumps([loaded, unwanted, scipy.__name__, as_before, lock]))
 """
 
 
@@ -53,8 +55,11 @@ def test_a_runs_imports_are_those_that_training_needs_and_no_other() -> None:
         [sys.executable, "-c", AFTER_IMPORTS], capture_output=True, text=True, check=True
     )
     assert done.stderr == ""
-    loaded, unwanted, found_later, collector_as_before = json.loads(done.stdout.splitlines()[-1])
+    loaded, unwanted, found_later, collector_as_before, lock = json.loads(
+        done.stdout.splitlines()[-1]
+    )
     assert loaded == ["torch", "diffusers", "peft"]
     assert unwanted == (["triton"] if torch.cuda.is_available() else [])
     assert found_later == "scipy"
     assert collector_as_before
+    assert lock == "RLock"  # of threads: one of processes would be reported as leaked

@@ -11,6 +11,7 @@ import gc
 import importlib
 import logging
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -37,6 +38,11 @@ def import_heavy_libraries(module: str = "kubelora_trainer.training.run") -> Non
 
         with not_found(() if torch.cuda.is_available() else FOR_GPUS):
             importlib.import_module(module)
+    from tqdm import tqdm
+
+    # tqdm's own lock is a semaphore between processes, which multiprocessing reports as leaked,
+    # outside of all logging, because ranks skip the interpreter's shutdown.
+    tqdm.set_lock(threading.RLock())
 
 
 @contextmanager
