@@ -26,7 +26,7 @@ from benchmarks.our_loop import OurLoop
 from benchmarks.paired import measure_rounds, ratio_of
 from benchmarks.reference_loop import NOT_REQUIRED, ReferenceLoop
 from benchmarks.sdxl_pipeline import PHOTOGRAPHS
-from kubelora_trainer.utils.third_party import not_found
+from kubelora_trainer.utils.third_party import hidden_packages
 
 GIB = 2**30
 LOSSY = {"accumulator": "bf16", "allowLossyPrecision": True}
@@ -125,7 +125,7 @@ def _built(row: Row, setting: Setting, name: str, build: Callable[[], Loop]) -> 
 
 
 def _reference(row: Row, setting: Setting) -> ReferenceLoop:
-    with not_found(NOT_REQUIRED):
+    with hidden_packages(NOT_REQUIRED):
         return ReferenceLoop(
             setting.folder / "model",
             setting.folder / "photos",

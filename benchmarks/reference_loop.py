@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kubelora_trainer.utils.third_party import not_found
+from kubelora_trainer.utils.third_party import hidden_packages
 
 NOT_REQUIRED = ("bitsandbytes", "torchao", "scipy", "boto3")
 """What the script's requirements don't name, and its libraries would import where it is installed;
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    with not_found(NOT_REQUIRED):
+    with hidden_packages(NOT_REQUIRED):
         loop = ReferenceLoop(given.model, given.photos, rank=8, accumulation=4, edge=64, rate=1e-4)
     first = 0.0
     for step in range(given.steps):

@@ -18,7 +18,7 @@ from benchmarks import start_up
 from benchmarks.paired import Ratio, measure_rounds, ratio_of
 from benchmarks.telemetry_overhead import ACCUMULATION, RANK
 from benchmarks.telemetry_overhead import measure as measure_telemetry
-from kubelora_trainer.utils.third_party import import_heavy_libraries, not_found
+from kubelora_trainer.utils.third_party import hidden_packages, import_heavy_libraries
 
 TARGETS = {"c/a": "at least 1.0", "a/b": "at most 1.03", "rss a/c": "at most 1.0"}
 
@@ -78,7 +78,7 @@ def _steps(model: Path, photos: Path, folder: Path, rounds: int) -> tuple[Ratio,
 
     torch.set_num_threads(1)
     ours = OurLoop(model, photos, folder / "a")
-    with not_found(NOT_REQUIRED):
+    with hidden_packages(NOT_REQUIRED):
         reference = ReferenceLoop(model, photos, rank=8, accumulation=4, edge=64, rate=1e-4)
     sides = {"a": ours.step, "b": ours.step_without_telemetry, "c": reference.step}
     times = measure_rounds(sides, rounds, warm_up=min(10, rounds))

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kubelora_trainer.utils.atomic_io import filling
+from kubelora_trainer.utils.atomic_io import atomic_folder
 
 
 def test_a_folder_appears_once_it_is_whole(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "one"
-    with filling(folder) as aside:
+    with atomic_folder(folder) as aside:
         (aside / "a").write_text("1")
         assert not folder.exists()
     assert (folder / "a").read_text() == "1"
@@ -24,7 +24,7 @@ class Broken(BaseException):
 
 
 def fill(folder: Path, *, then: Callable[[], None] = lambda: None) -> None:
-    with filling(folder) as aside:
+    with atomic_folder(folder) as aside:
         (aside / "a").write_text("1")
         then()
 
@@ -41,9 +41,9 @@ def test_one_that_could_not_be_filled_leaves_nothing(tmp_path: Path) -> None:
 
 def test_of_two_that_fill_it_the_first_ones_stays(tmp_path: Path) -> None:
     folder = tmp_path / "one"
-    with filling(folder) as slow:
+    with atomic_folder(folder) as slow:
         (slow / "a").write_text("slow")
-        with filling(folder) as quick:
+        with atomic_folder(folder) as quick:
             (quick / "a").write_text("quick")
     assert (folder / "a").read_text() == "quick"
     assert list(tmp_path.iterdir()) == [folder]
@@ -64,7 +64,7 @@ def test_what_libraries_wrote_for_their_owner_alone_is_as_readable_as_any_new_fi
 ) -> None:
     """safetensors makes files, tempfile folders, that nobody else may read."""
     tmp_path.chmod(0o2770)  # as a volume's group has it: folders inherit the group
-    with filling(tmp_path / "filled") as aside:
+    with atomic_folder(tmp_path / "filled") as aside:
         (aside / "unet").mkdir(mode=0o700)
         save_file({"weight": torch.ones(1)}, aside / "unet" / "model.safetensors")
     (tmp_path / "usual").mkdir()

@@ -200,7 +200,7 @@ def test_a_library_that_swallows_errors_does_not_swallow_the_stop(handlers: None
 def test_work_that_does_not_let_go_is_ended_all_the_same(
     handlers: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stop_request, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(stop_request, "ABORT_TIMEOUT_SECONDS", 0.01)
     ended: list[int] = []
     over = threading.Event()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kubelora_trainer.utils.third_party import not_found
+from kubelora_trainer.utils.third_party import hidden_packages
 
 AFTER_IMPORTS = """
 import gc, json, sys
@@ -32,7 +32,7 @@ def test_a_package_that_is_not_needed_is_not_found_until_afterwards(
 ) -> None:
     (tmp_path / "quantised.py").write_text("loaded = True\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with not_found(["quantised"]):
+    with hidden_packages(["quantised"]):
         assert importlib.util.find_spec("quantised") is None
         with pytest.raises(ImportError):
             importlib.import_module("quantised")
@@ -41,7 +41,7 @@ def test_a_package_that_is_not_needed_is_not_found_until_afterwards(
 
 
 def test_a_package_that_is_imported_already_stays() -> None:
-    with not_found(["json"]):
+    with hidden_packages(["json"]):
         assert importlib.import_module("json").loads("1") == 1
     assert "json" in sys.modules
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kubelora_trainer.models.tiny_sdxl import TinyLayout, write_pipeline
 from kubelora_trainer.models.tiny_tokenizer import read_vocabulary
-from kubelora_trainer.utils.atomic_io import give_usual_rights
+from kubelora_trainer.utils.atomic_io import apply_umask
 from kubelora_trainer.utils.errors import ConfigurationError, OutputError
 
 PHOTOGRAPHS: tuple[tuple[str, str], ...] = (
@@ -64,7 +64,7 @@ def create_demo(directory: Path, layout: TinyLayout, *, images: int = 8) -> Demo
     try:
         write_pipeline(paths.model, layout, read_vocabulary(vocabulary))
         _write_photos(paths.photos, sources)
-        give_usual_rights(paths.model)
+        apply_umask(paths.model)
     except OSError as error:
         raise OutputError(f"The demo can't be written to {directory}: {error}.") from error
     return paths

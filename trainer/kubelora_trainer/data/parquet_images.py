@@ -18,7 +18,7 @@ from kubelora_trainer.data.caption_files import METADATA_FILE, UNSUPPORTED_METAD
 from kubelora_trainer.data.files import files_below
 from kubelora_trainer.data.images import IMAGE_SUFFIXES
 from kubelora_trainer.storage.downloads import cache_directory
-from kubelora_trainer.utils.atomic_io import filling
+from kubelora_trainer.utils.atomic_io import atomic_folder
 from kubelora_trainer.utils.errors import DatasetError
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -68,7 +68,7 @@ def unpack_tables(path: Path, columns: Columns, cache: Path | None = None) -> Pa
     if target.is_dir():
         return target
     try:
-        with filling(target) as aside:
+        with atomic_folder(target) as aside:
             for number, table in enumerate(tables):
                 _unpack(table, number, columns, aside)
     except OSError as error:

@@ -185,7 +185,9 @@ def _rank(local_rank: int, work: RankFunction, layout: NodeTopology, port: int) 
         code = ExitCode.DONE
     except RunEndedError as ended:
         code = ended.exit_code
-        reported = ended.alike or ended.reported_elsewhere or code == ExitCode.INTERRUPTED
+        reported = (
+            ended.same_on_all_ranks or ended.reported_elsewhere or code == ExitCode.INTERRUPTED
+        )
         if rank_info.local_rank == 0 or not reported:
             logger.error("%s", ended)
     except Exception:

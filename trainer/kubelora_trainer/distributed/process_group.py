@@ -250,6 +250,6 @@ def run_on_rank0(process_group: ProcessGroup, act: Callable[[], _T]) -> _T:
             outcome = ended
     shared: _T | RunEndedError | None = process_group.broadcast_object(outcome)
     if isinstance(shared, RunEndedError):
-        shared.alike = True
+        shared.same_on_all_ranks = True
         raise shared
     return cast(_T, shared)

@@ -25,7 +25,7 @@ from kubelora_trainer.lora.adapter import ADAPTER_NAME, TrainedLayer
 from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.lora.kohya_format import common_alpha, kohya_metadata, kohya_state
 from kubelora_trainer.models.sgm_keys import SGM_PARTS, Part
-from kubelora_trainer.utils.atomic_io import give_usual_rights, sync_folder, writing_to
+from kubelora_trainer.utils.atomic_io import apply_umask, sync_folder, writing_to
 from kubelora_trainer.utils.errors import NumericalError
 
 EXPORT_DTYPES: dict[Literal["fp16", "bf16", "fp32"], torch.dtype] = {
@@ -199,7 +199,7 @@ def _write_whole(target: Path, write: Callable[[Path], None]) -> ExportedFile:
         try:
             write(aside / target.name)
             sort_header(aside / target.name)
-            give_usual_rights(aside / target.name)
+            apply_umask(aside / target.name)
             with (aside / target.name).open("rb+") as written:
                 os.fsync(written.fileno())
             (aside / target.name).replace(target)

@@ -21,7 +21,7 @@ from kubelora_trainer.lora.dora import channel_norms, use_exact_dora
 from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.lora.target_modules import check_patterns, matching, target_names
 from kubelora_trainer.models.sgm_keys import Part
-from kubelora_trainer.utils.third_party import FOR_QUANTISED_MODELS, not_found
+from kubelora_trainer.utils.third_party import QUANTISATION_PACKAGES, hidden_packages
 
 ADAPTER_NAME = "default"
 Block = Literal["down", "mid", "up", "embed", "text_encoder", "text_encoder_2"]
@@ -143,7 +143,7 @@ def add_adapter(
     )
     # peft draws weights that are replaced below: forking keeps the caller's random state. Hiding
     # the quantisation libraries saves their slow import.
-    with torch.random.fork_rng(devices=[]), not_found(FOR_QUANTISED_MODELS):
+    with torch.random.fork_rng(devices=[]), hidden_packages(QUANTISATION_PACKAGES):
         unet.add_adapter(config, adapter_name=ADAPTER_NAME)
     return initialised_modules(unet, "unet", adapter.init, seed)
 

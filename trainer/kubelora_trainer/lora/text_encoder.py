@@ -21,7 +21,7 @@ from kubelora_trainer.lora.adapter import (
     peft_config,
 )
 from kubelora_trainer.lora.target_modules import matches
-from kubelora_trainer.utils.third_party import FOR_QUANTISED_MODELS, not_found
+from kubelora_trainer.utils.third_party import QUANTISATION_PACKAGES, hidden_packages
 
 TEXT_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 TEXT_FEED_FORWARD = ("fc1", "fc2")
@@ -73,7 +73,7 @@ def add_text_adapter(
     ranks = {n: r for n in targets if (r := _own(adapter.rank_pattern.items(), part, n))}
     alphas = {n: a for n in targets if (a := _own(adapter.alpha_pattern.items(), part, n))}
     config = peft_config(adapter, targets, _escaped(ranks), _escaped(alphas))
-    with torch.random.fork_rng(devices=[]), not_found(FOR_QUANTISED_MODELS):
+    with torch.random.fork_rng(devices=[]), hidden_packages(QUANTISATION_PACKAGES):
         inject_adapter_in_model(config, encoder, adapter_name=ADAPTER_NAME)
     return initialised_modules(encoder, part, adapter.init, seed)
 

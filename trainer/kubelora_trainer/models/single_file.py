@@ -21,7 +21,7 @@ from kubelora_trainer.models.pipeline_checks import (
     header_and_samples,
     read_json,
 )
-from kubelora_trainer.utils.atomic_io import filling, writing_to
+from kubelora_trainer.utils.atomic_io import atomic_folder, writing_to
 from kubelora_trainer.utils.errors import ModelError
 from kubelora_trainer.utils.third_party import quiet_libraries
 
@@ -92,7 +92,7 @@ def unpack(file: Path, lender: Path, cache: Path, say: Callable[[str], None]) ->
     if folder.is_dir():
         return folder
     say(f"model: converting {file} to {folder}, once")
-    with writing_to(folder), filling(folder) as aside:
+    with writing_to(folder), atomic_folder(folder) as aside:
         _convert(file, header, lender, aside)
         _note_prediction(aside, header.shapes)
     return folder

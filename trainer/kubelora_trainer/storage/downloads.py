@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from kubelora_api.names import OutputPath
 from kubelora_api.suggestions import suggestion
 from kubelora_api.uri import Place
-from kubelora_trainer.utils.atomic_io import filling
+from kubelora_trainer.utils.atomic_io import atomic_folder
 from kubelora_trainer.utils.errors import StorageError
 from kubelora_trainer.utils.paths import expand_home
 
@@ -257,7 +257,7 @@ def _listing_hash(uri: str, listing: dict[str, tuple[str, dict[str, object]]]) -
 def _fill(
     system: FileSystem, listing: dict[str, tuple[str, dict[str, object]]], folder: Path
 ) -> None:
-    with filling(folder) as aside:
+    with atomic_folder(folder) as aside:
         for name, (remote, _) in listing.items():
             if ".." in PurePosixPath(name).parts:
                 raise ValueError(f"a file is named {name}")

@@ -19,10 +19,10 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import OutputPath
 from kubelora_api.status import Artifact
 from kubelora_trainer.storage.run_length import (
-    OtherLength,
+    LengthChange,
     depends_on_length,
     fixed_length_reason,
-    other_length,
+    length_change,
 )
 from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.storage.run_settings import (
@@ -154,7 +154,7 @@ def claim_output(
         path.mkdir(parents=True, exist_ok=True)
     found = read_manifest(path)
     changed = _changed_settings(found, job)
-    lengthened = _other_length(found, job)
+    lengthened = _length_change(found, job)
     if found is not None and not job.metadata.uid and not _uid_of(found):
         if lengthened and not _length_objection(found, job, lengthened):
             warn(f"{path}: run {found.run_id} continues with another length, {lengthened}")
@@ -190,13 +190,13 @@ def _changed_settings(found: Manifest | None, job: LoraTrainingJob) -> list[str]
     return list(changes(recorded_settings(found.job), deciding_settings(job)))
 
 
-def _other_length(found: Manifest | None, job: LoraTrainingJob) -> OtherLength | None:
+def _length_change(found: Manifest | None, job: LoraTrainingJob) -> LengthChange | None:
     if found is None:
         return None
-    return other_length(recorded_settings(found.job), deciding_settings(job))
+    return length_change(recorded_settings(found.job), deciding_settings(job))
 
 
-def _length_objection(found: Manifest, job: LoraTrainingJob, length: OtherLength) -> str:
+def _length_objection(found: Manifest, job: LoraTrainingJob, length: LengthChange) -> str:
     """Explain why the run can't change its length; empty if it can."""
     if depends_on_length(job.spec.training.schedule):
         return fixed_length_reason(job.spec.training.schedule, job.spec.output.uri)

@@ -22,7 +22,7 @@ _LENGTHS = frozenset(
 
 
 @dataclass(frozen=True)
-class OtherLength:
+class LengthChange:
     """A change of length: the field, its old and its new value."""
 
     field: str
@@ -33,7 +33,7 @@ class OtherLength:
         return f"{self.field}: {self.before} -> {self.after}"
 
 
-def other_length(before: JsonObject, after: JsonObject) -> OtherLength | None:
+def length_change(before: JsonObject, after: JsonObject) -> LengthChange | None:
     """Return the change between a run's deciding settings if only its length changed, else None."""
     found = list(differing_leaves(before, after))
     if len(found) != 1:
@@ -41,7 +41,7 @@ def other_length(before: JsonObject, after: JsonObject) -> OtherLength | None:
     field, old, new = found[0]
     if field not in _LENGTHS or not isinstance(old, int) or not isinstance(new, int):
         return None  # from steps to epochs, or back: two fields differ
-    return OtherLength(field, old, new)
+    return LengthChange(field, old, new)
 
 
 def depends_on_length(schedule: Schedule) -> bool:

@@ -169,7 +169,7 @@ def apply_verdict(
         return parts.process_group.adopt(earlier, parts.buffers, parts.sums)
     if isinstance(verdict, (PolicyError, SuspendedByPolicyError)):
         checkpoint(position)
-    verdict.alike = True
+    verdict.same_on_all_ranks = True
     raise verdict
 
 

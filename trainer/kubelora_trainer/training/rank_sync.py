@@ -95,7 +95,7 @@ def wait_for_rank0_to_end(run: Run, ended: RunEndedError) -> None:
 
     The launcher gives ranks little time after another one's failure.
     """
-    if ended.alike and not run.first:
+    if ended.same_on_all_ranks and not run.first:
         with suppress(PeerLostError, PeerTimeoutError):
             run.process_group.broadcast_object(None)
 
@@ -134,5 +134,5 @@ def compare(
                 f"rank {rank} and rank 0 differ in {' and '.join(different)}; all nodes must see "
                 "the same files and run the same versions"
             )
-            differ.alike = True
+            differ.same_on_all_ranks = True
             raise differ

@@ -83,7 +83,7 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
         message, artifacts = _run(run)
     except SuspendedByPolicyError as held:
         ended = SuspendedByPolicyError(f"{held}{_how_to_continue(run)}")
-        ended.alike = held.alike
+        ended.same_on_all_ranks = held.same_on_all_ranks
         wait_for_rank0_to_end(run, ended)
         conclude(run, ended.exit_code, str(ended), [])
         raise ended from held

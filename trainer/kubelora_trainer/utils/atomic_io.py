@@ -71,7 +71,7 @@ _UMASK = os.umask(0)
 os.umask(_UMASK)
 
 
-def give_usual_rights(path: Path) -> None:
+def apply_umask(path: Path) -> None:
     """Give a file, or a directory and its content, the permissions that the umask allows.
 
     tempfile and safetensors create files for their owner only, but others read a claim too.
@@ -83,7 +83,7 @@ def give_usual_rights(path: Path) -> None:
 
 
 @contextmanager
-def filling(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Provide an empty directory that is renamed to ``folder`` on success and deleted otherwise.
 
     Another process may do the same; the first one wins. Raises OSError, and whatever the block
@@ -93,7 +93,7 @@ def filling(folder: Path) -> Iterator[Path]:
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
     try:
         yield aside
-        give_usual_rights(aside)
+        apply_umask(aside)
         for written in aside.rglob("*"):
             if written.is_file():
                 flush_to_disk(written)

@@ -14,7 +14,7 @@ class RunEndedError(Exception):
     """A run ends with a message and a documented exit code."""
 
     exit_code: ClassVar[ExitCode]
-    alike = False
+    same_on_all_ranks = False
     """True if all ranks end with the same message; only each node's first rank then logs it."""
     reported_elsewhere = False
     """True if a lower rank logs the same message, so that it is logged only once."""

@@ -16,9 +16,9 @@ from typing import Final
 from kubelora_api.names import ExitCode
 from kubelora_trainer.utils.errors import InterruptedRunError
 
-ENDED_AT_ONCE: Final = 128 + signal.SIGINT
+FORCED_EXIT_CODE: Final = 128 + signal.SIGINT
 """Exit code after a second Ctrl-C, as in a shell."""
-PATIENCE_SECONDS: Final = 10.0
+ABORT_TIMEOUT_SECONDS: Final = 10.0
 """How long a library may block after a signal in `at_once`, such as a download's threads."""
 _SHOW_CURSOR: Final = b"\x1b[?25h"
 
@@ -76,7 +76,7 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._signal is not None:
-            self._end_now(self._loss(), ENDED_AT_ONCE)
+            self._end_now(self._loss(), FORCED_EXIT_CODE)
             return
         self._signal = signal.Signals(number)
         if self._doing is not None:
@@ -92,7 +92,7 @@ class StopRequest:
             if self._doing is not None:
                 self._end_now(f"error: {sentence}", ExitCode.INTERRUPTED)
 
-        timer = threading.Timer(PATIENCE_SECONDS, end)
+        timer = threading.Timer(ABORT_TIMEOUT_SECONDS, end)
         timer.daemon = True
         timer.start()
 

@@ -15,28 +15,28 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-FOR_QUANTISED_MODELS = ("bitsandbytes", "torchao")
+QUANTISATION_PACKAGES = ("bitsandbytes", "torchao")
 
 
-NEVER_USED = (*FOR_QUANTISED_MODELS, "scipy", "boto3", "torchvision")
+UNUSED_PACKAGES = (*QUANTISATION_PACKAGES, "scipy", "boto3", "torchvision")
 """scipy (53 MiB of memory) serves object-detection losses and noise schedules that SDXL does not
 train with, boto3 (14 MiB) serves SageMaker, and torchvision (10 MiB) serves vision models."""
 
 
-FOR_GPUS = ("triton",)
+GPU_PACKAGES = ("triton",)
 """It compiles GPU kernels; without a GPU it wastes 68 MiB."""
 
 
-YOUNG_OBJECTS = 50_000
+GC_THRESHOLD = 50_000
 """Allocations between collections of the youngest generation; Python's default is 700 to 2,000."""
 
 
 def import_heavy_libraries(module: str = "kubelora_trainer.training.run") -> None:
     """Import ``module`` and everything it needs; later imports of it are free."""
-    with _seldom_collected(), not_found(NEVER_USED), _no_advice():
+    with _rare_collections(), hidden_packages(UNUSED_PACKAGES), _logging_disabled():
         import torch
 
-        with not_found(() if torch.cuda.is_available() else FOR_GPUS):
+        with hidden_packages(() if torch.cuda.is_available() else GPU_PACKAGES):
             importlib.import_module(module)
     from tqdm import tqdm
 
@@ -46,7 +46,7 @@ def import_heavy_libraries(module: str = "kubelora_trainer.training.run") -> Non
 
 
 @contextmanager
-def not_found(packages: Sequence[str]) -> Iterator[None]:
+def hidden_packages(packages: Sequence[str]) -> Iterator[None]:
     """Hide packages that are not imported yet for the duration.
 
     A library that looks for one of them only once, at its own import, never uses it.
@@ -61,7 +61,7 @@ def not_found(packages: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _no_advice() -> Iterator[None]:
+def _logging_disabled() -> Iterator[None]:
     """Suppress log lines below ERROR from all libraries, which recommend what they do not find."""
     logging.disable(logging.WARNING)
     try:
@@ -71,14 +71,14 @@ def _no_advice() -> Iterator[None]:
 
 
 @contextmanager
-def _seldom_collected() -> Iterator[None]:
+def _rare_collections() -> Iterator[None]:
     """Collect young objects less often, and exempt the survivors from all later collections.
 
     Without any collection 13 MiB of garbage would remain. The objects are unfrozen at exit, because
     triton reports objects that are never collected as leaks.
     """
     usual = gc.get_threshold()
-    gc.set_threshold(YOUNG_OBJECTS, 1_000_000, 1_000_000)
+    gc.set_threshold(GC_THRESHOLD, 1_000_000, 1_000_000)
     try:
         yield
     finally:
