@@ -36,9 +36,6 @@ from kubelora_operator.decision.failure import (
     RestartCost,
     classify_failure,
     externally_deleted,
-    finish_time,
-    restart_delay,
-    run_duration,
 )
 from kubelora_operator.decision.free_restarts import (
     budget_exceeded,
@@ -53,13 +50,19 @@ from kubelora_operator.decision.lost_node import (
     report_overdue_pod,
 )
 from kubelora_operator.decision.plan import ReconcilePlan
-from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, set_not_running
+from kubelora_operator.decision.plan_builder import (
+    REQUEUE_SOON,
+    PlanBuilder,
+    finish_time,
+    set_not_running,
+)
 from kubelora_operator.decision.policy_suspension import (
     USER_WAIT_REASONS,
     policy_is_suspend,
     suspend_by_policy,
     waits_for_user,
 )
+from kubelora_operator.decision.restart_delay import restart_delay, run_duration
 from kubelora_operator.decision.run_progress import (
     apply_final_report,
     lossy_precision_message,

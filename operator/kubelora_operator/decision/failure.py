@@ -1,4 +1,4 @@
-"""Classification of a failed attempt, by the meaning of the exit codes, from Job and pods.
+"""Classification of a failed attempt: why it ended, and whether its restart counts.
 
 Pure. The Job's failure message comes first because it outlives the pod: the pod failure policy
 writes the exit code or the disruption into it.
@@ -6,7 +6,7 @@ writes the exit code or the disruption into it.
 
 import re
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import Enum
 from typing import Final
 
@@ -18,12 +18,6 @@ from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, Tr
 _EXIT_CODE: Final = re.compile(r"failed with exit code (\d+)")
 HEALTH_POLICY_REASON: Final = "HealthPolicy"
 _DISRUPTION: Final = "condition DisruptionTarget"
-_FIRST_DELAY: Final = timedelta(seconds=10)
-_LONGEST_DELAY: Final = timedelta(minutes=10)
-_LONG_RUN: Final = timedelta(minutes=5)
-"""An attempt that ran this long is no crash loop, so an uncounted restart need not wait."""
-
-
 JOB_DELETED: Final = "JobDeleted"
 WAITING_REASONS: Final = frozenset(
     {
@@ -51,7 +45,7 @@ _NODE_FAILURES: Final = re.compile(
     "UnexpectedAdmissionError|OutOf.*|NodeShutdown|Shutdown|Terminated|NodeAffinity|NodeLost"
     "|Evicted|Preempting|Preempted|TopologyAffinityError|TaintToleration|NodePorts"
 )
-"""The reasons in a pod's status with which a kubelet refuses or ends it, whatever it runs."""
+"""Reasons in the status of a pod that a kubelet refused or ended, whatever the pod runs."""
 _OWN_LIMIT: Final = re.compile("exceed.* limit")
 """In the message of an eviction: the pod used more storage than its own limit allows."""
 
@@ -166,36 +160,6 @@ def externally_deleted(child_name: str, status: JobStatus) -> Failure:
         message = f"{deleted}, and not for the first time: its outcome is unknown"
         return Failure(RestartCost.COUNTED, Explanation("OutcomeUnknown", message))
     return Failure(RestartCost.FREE, Explanation(JOB_DELETED, deleted))
-
-
-def restart_delay(cost: RestartCost, count: int, ran: timedelta | None) -> timedelta:
-    """Return the delay before the next attempt: 10 s, 20 s, 40 s, … up to 10 minutes.
-
-    An uncounted restart does not wait after a long run, or when it is the first, but always if it
-    is unknown how long the attempt ran.
-
-    Args:
-        cost: Whether the restart is counted.
-        count: Restarts of this kind so far, including this one.
-        ran: How long the attempt ran; None if unknown.
-    """
-    known_free = cost is RestartCost.FREE and ran is not None
-    if known_free and (count <= 1 or (ran or timedelta()) >= _LONG_RUN):
-        return timedelta()
-    exponent = min(max(count - (2 if known_free else 1), 0), 16)
-    return min(_FIRST_DELAY * (1 << exponent), _LONGEST_DELAY)
-
-
-def run_duration(child: Child | None) -> timedelta | None:
-    """Return how long a finished child ran; None if unknown."""
-    if child is None or child.started is None or child.finished is None:
-        return None
-    return max(child.finished - child.started, timedelta())
-
-
-def finish_time(child: Child | None, now: datetime) -> datetime:
-    """Return when an attempt ended; ``now`` if unknown."""
-    return child.finished if child and child.finished else now
 
 
 _CONFIGURATION: Final = (

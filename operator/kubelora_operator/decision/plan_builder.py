@@ -109,3 +109,8 @@ def set_not_running(
             builder, conditions=set_health_condition(builder.conditions, builder.status.health)
         )
     return builder.set_condition(RUNNING, False, reason, message)
+
+
+def finish_time(child: Child | None, now: datetime) -> datetime:
+    """Return when an attempt ended; ``now`` if unknown."""
+    return child.finished if child and child.finished else now
