@@ -1,7 +1,7 @@
 """The budget of restarts that don't count against maxRestarts. Pure.
 
-An infrastructure that ends every attempt is not the job's fault, but must not be met by endless
-attempts either: within a window of time they wait longer and longer, and then for the user.
+Infrastructure that ends every attempt is not the job's fault, but must not cause endless attempts:
+within a window of time they wait longer and longer, and then for the user.
 """
 
 from datetime import timedelta
@@ -17,7 +17,7 @@ BUDGET_REASON: Final = "FreeRestartsExceeded"
 
 
 def count_free_restart(builder: PlanBuilder, failure: Failure) -> PlanBuilder:
-    """Count an end that is free of charge; a window that is over begins again."""
+    """Count an end that maxRestarts does not count; a new window begins if the last one is over."""
     builder = open_window(builder)
     if failure.cost is not RestartCost.FREE:
         return builder

@@ -1,8 +1,8 @@
 """Pods that don't end although they were deleted, because their node is lost. Pure.
 
-No kubelet is left to end such a pod, so it would keep the job waiting for ever. It is deleted by
-force once its grace period and another minute are over, but only if its node is not ready or gone:
-a container on a working node must not be forgotten while it runs.
+No kubelet is left to end such a pod, so it would keep the job waiting forever. It is force-deleted
+a minute after its grace period, but only if its node is not ready or gone: a container on a working
+node must not be forgotten while it runs.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ _REQUEUE_OVERDUE: Final = timedelta(seconds=30)
 
 
 def forced_pods(snapshot: Snapshot, now: datetime) -> tuple[TrainerPod, ...]:
-    """Return the pods to delete by force."""
+    """Return the pods to force-delete."""
     return tuple(p for p in snapshot.pods if _is_forced(p, now))
 
 
@@ -33,7 +33,7 @@ def lost_with_its_node(pod: TrainerPod) -> Failure:
 
 
 def report_overdue_pod(builder: PlanBuilder) -> PlanBuilder:
-    """Say in the condition which pod does not end, why, and what happens when."""
+    """Report in the condition which pod does not end, why, and what happens when."""
     pod = next((p for p in builder.snapshot.pods if p.overdue(builder.now) and p.node), None)
     if pod is None or pod.delete_by is None or pod.node is None:
         return builder

@@ -1,7 +1,7 @@
 """Suspension of a job by its own health policy until the user has looked at it. Pure.
 
-The user resumes the job by changing the spec, which raises the generation: it takes neither an
-annotation nor a command.
+The user resumes the job by changing the spec, which raises the generation: no annotation
+or command is needed.
 """
 
 from dataclasses import replace

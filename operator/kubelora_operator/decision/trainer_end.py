@@ -2,7 +2,7 @@
 
 A Job ends when its pods do, and a pod ends with its last container: a service mesh's sidecar keeps
 both running although the trainer has ended. So the trainers' exit codes decide. The Job controller
-gets a moment to notice an end by itself, because only then the Job and its pods' logs are kept.
+gets a moment to notice an end by itself, because only then are the Job and its pods' logs kept.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ def judge_child(snapshot: Snapshot, attempt: int, now: datetime) -> Child | None
     child, pods = snapshot.child_of(attempt), snapshot.pods_of(attempt)
     done = next((p for p in pods if p.index == 0 and p.exit_code == 0), None)
     if child is None:
-        # The Job was deleted before it could say so; a trainer that ended with 0 has finished.
+        # The Job was deleted before it could report it; a trainer that ended with 0 has finished.
         uid = snapshot.status.child_uid
         return _completed(Child("", uid, attempt), done, now) if done and uid else None
     if child.state == "failed" and done:
