@@ -25,6 +25,7 @@ _VERB = (
     r"|decides?|holds?|gives?|makes?|takes?|comes?|begins?)\b"
 )
 _WORDS = r"( (?!that\b|which\b|who\b)[\w'`.-]+){1,5}"
+_PRONOUN = rf"(each|this|that|some) {_VERB}"
 _NOUN = rf"(the|a|an|its|their|each|this|that|every|no|some|of)\b{_WORDS} {_VERB}"
 AVOIDED = {
     "told": r"\btold\b",
@@ -37,7 +38,7 @@ AVOIDED = {
     "beside": r"\bbeside\b",
     "stands": r"\bstands?\b(?! still)|\bstood\b|\bstanding\b",
     "whole": r"\bwhole\b(?! (numbers?|seconds)\b)|\bwholly\b",
-    ", for (because)": rf", for ({_CLAUSE}|{_NOUN})",
+    ", for (because)": rf", for ({_CLAUSE}|{_PRONOUN}|{_NOUN})",
     "hand in": r"\bhand(s|ed|ing)? in\b",
     "a word": r"\bwithout a word\b|\bno word\b|\ba word\b|\blast words?\b|\bin \w+ words\b",
     "hold against": r"\b(hold|holds|held|holding)\b( \w+){0,3} against\b",

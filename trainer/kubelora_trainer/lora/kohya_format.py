@@ -2,7 +2,8 @@
 
 A kohya file stores one alpha per layer, and readers multiply by ``alpha / rank``. Some readers
 (diffusers among them) get it wrong if alphas differ between layers, so every layer is written with
-the same alpha and the rest of its scale is folded into the up-projection.
+the same alpha and the rest of its scale is folded into the up-projection. ``export/writers.py``
+writes the file.
 """
 
 import json
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from kubelora_trainer.lora.adapter import TrainedLayer
 from kubelora_trainer.models.sgm_keys import kohya_names
 
-DOWN, UP, ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
+_DOWN, _UP, _ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def kohya_state(
     for one in layers:
         stem = stems[one.module.part, one.module.name]
         up = one.lora_b.detach().float() * (one.module.alpha / alpha)
-        state[stem + DOWN] = one.lora_a.detach().to("cpu", dtype).contiguous()
-        state[stem + UP] = up.to("cpu", dtype).contiguous()
-        state[stem + ALPHA] = torch.tensor(alpha)
+        state[stem + _DOWN] = one.lora_a.detach().to("cpu", dtype).contiguous()
+        state[stem + _UP] = up.to("cpu", dtype).contiguous()
+        state[stem + _ALPHA] = torch.tensor(alpha)
     return state
 
 
@@ -112,10 +113,10 @@ def read_kohya(path: Path) -> dict[str, KohyaLayer]:
         ValueError: A key belongs to no LoRA layer, lacks its counterpart, or is not a matrix.
     """
     state = load_file(path)
-    stems = {key.removesuffix(DOWN) for key in state if key.endswith(DOWN)}
-    known = {stem + end for stem in stems for end in (DOWN, UP, ALPHA)}
+    stems = {key.removesuffix(_DOWN) for key in state if key.endswith(_DOWN)}
+    known = {stem + end for stem in stems for end in (_DOWN, _UP, _ALPHA)}
     unmatched = sorted(state.keys() - known) + sorted(
-        stem + UP for stem in stems if stem + UP not in state
+        stem + _UP for stem in stems if stem + _UP not in state
     )
     if unmatched:
         raise ValueError(
@@ -126,8 +127,8 @@ def read_kohya(path: Path) -> dict[str, KohyaLayer]:
 
 
 def _layer(state: Mapping[str, torch.Tensor], stem: str) -> KohyaLayer:
-    down, up = state[stem + DOWN].float(), state[stem + UP].float()
+    down, up = state[stem + _DOWN].float(), state[stem + _UP].float()
     if down.ndim < 2 or up.ndim < 2:
         raise ValueError(f"{stem} is not a pair of matrices or convolution kernels")
-    alpha = state.get(stem + ALPHA)
+    alpha = state.get(stem + _ALPHA)
     return KohyaLayer(down, up, (0 if alpha is None else float(alpha)) or float(down.shape[0]))
