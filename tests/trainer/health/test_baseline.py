@@ -106,8 +106,8 @@ def test_with_another_rank_batch_or_accumulation_norms_are_not_compared(
     baseline = load_baseline("pvc://a/good", good, engine.job.document(), {}, "draws 0", 96)
     assert baseline.envelope is None
     assert baseline.report_lines()[-1] == (
-        "  gradient norms are not compared: training.gradientAccumulation differ, and norms with "
-        "them"
+        "  gradient norms are not compared: training.gradientAccumulation differs, which "
+        "changes gradient norms"
     )
 
 

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 _SAME: Final = tuple(
     path for path, decides in declarations(JobSpec) if decides and "norms" in decides.effects
 )
-"""Settings that scale gradient norms by themselves, or whose norms are of other layers: with others
-the norms are not compared."""
+"""Settings that scale gradient norms, or decide which layers have them: if one differs, norms are
+not compared."""
 _LENGTHS_APART: Final = 1.5
-"""Runs whose lengths differ by more than this factor are not compared: at the same progress lora_B
-has grown, and lora_A's gradient with it, by as many steps as were done. The limit is a factor of
-2."""
+"""Runs whose lengths differ by more than this factor are not compared: at the same progress, lora_B
+of the longer run has grown for more steps, and lora_A's gradient with it. The limit of the finding
+is a factor of 2."""
 _SHOWN: Final = 4
 
 
@@ -49,7 +49,7 @@ _SHOWN: Final = 4
 class Baseline:
     """An earlier run.
 
-    record: what differs, for the manifest. envelope: None where norms can't be compared.
+    record: what differs, for the manifest. envelope: None if norms can't be compared.
     """
 
     record: BaselineRecord
@@ -142,7 +142,8 @@ def _why_not(
     if log is None:
         return f"it has no {OutputPath.GROUP_LOG}"
     if unlike := [d.field for d in differences if _is_same(d.field)]:
-        return f"{', '.join(unlike)} differ, and norms with them"
+        verb = "differs" if len(unlike) == 1 else "differ"
+        return f"{', '.join(unlike)} {verb}, which changes gradient norms"
     there = manifest.record.total_steps
     if not there:
         return "its manifest does not say how many steps it planned"
@@ -161,7 +162,7 @@ def _is_same(field: str) -> bool:
 
 
 def _settings(document: Mapping[str, Any]) -> JsonObject:
-    """Select what a run is made of; sample images, output and reports are left out."""
+    """Select the settings that affect training; sample images, output and reports are left out."""
     made_of = document.get("spec", {})
     return select(made_of, JobSpec, lambda decides: bool(decides.effects - {"samples", "nothing"}))
 

@@ -1,7 +1,7 @@
 """``spec.health.policy``: whether a critical finding suspends, fails or rolls back a run.
 
-Pure: a finding goes in, the exception to raise comes out. A run that its user resumes after a
-suspension has accepted what was found; a run that was rolled back once fails the next time.
+Pure: it takes a finding and returns the exception to raise. Resuming a run after a suspension
+accepts the finding; a run that was rolled back once fails the next time.
 """
 
 from kubelora_api.spec import Health
@@ -24,7 +24,7 @@ def verdict_on(finding: Finding, policy: Health, earlier: Rollback | None) -> Ex
     Args:
         finding: The critical finding.
         policy: The job's settings.
-        earlier: The rollback that was done already, if any.
+        earlier: The run's earlier rollback, if any.
     """
     found = sentence(finding)
     match policy.policy:

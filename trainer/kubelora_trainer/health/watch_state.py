@@ -12,7 +12,7 @@ from kubelora_api.thresholds import THRESHOLDS
 
 MAX_FINDINGS = 10
 Names = Annotated[frozenset[str], PlainSerializer(sorted)]
-"""The same bytes for the same set, whatever the order of its hashes."""
+"""A set that is saved sorted, so that equal sets are saved as the same bytes."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class WatchState:
     found: by finding, as last raised and with the worst value since; never removed.
     active: findings that the newest step still shows.
     accepted: active findings that the user resumed the run with; dropped once they clear.
-    detectors: what the detectors remember, by their own keys; filled in for a checkpoint alone.
+    detectors: the detectors' own state, by their own keys; filled in only for a checkpoint.
     """
 
     judged: Names = frozenset()

@@ -22,7 +22,7 @@ from kubelora_trainer.utils.errors import NumericalError, OutputError
 class Watchdog:
     """The detectors of one run, and what they found so far.
 
-    state: without what the detectors remember; `snapshot` has that too.
+    state: what they found; `snapshot` adds the detectors' own state.
     """
 
     def __init__(self, detectors: Sequence[Detector]) -> None:
@@ -33,8 +33,8 @@ class Watchdog:
     def start(self, saved: WatchState, start: RunStart) -> list[str]:
         """Start from ``saved``; returns the lines to log.
 
-        Raises NumericalError where the start breaks a contract, and OutputError for a
-        state that another version saved.
+        Raises NumericalError if the start breaks a contract, and OutputError for a state that
+        another version saved.
         """
         self.state, self._broken = replace(saved, detectors={}), None
         lines: list[str] = []
@@ -46,7 +46,7 @@ class Watchdog:
         return lines
 
     def on_micro_batch(self, facts: MicroBatchFacts) -> None:
-        """Pass on what a micro-batch is made of."""
+        """Pass the facts of a micro-batch to the detectors."""
         for detector in self._detectors:
             detector.on_micro_batch(facts)
 
@@ -77,17 +77,17 @@ class Watchdog:
                 self._take(detector.on_checkpoint(step, self.state))
 
     def raise_broken(self) -> None:
-        """Raise what broke a contract in the newest step.
+        """Raise the broken contract of the newest step.
 
-        Apart from `on_step` because ``health.policy`` comes first: a rollback undoes the step.
+        Separate from `on_step` because ``health.policy`` comes first: a rollback undoes the step.
         """
         if self._broken is not None:
             raise self._broken
 
     def accept(self) -> None:
-        """Accept what is active, because the user resumes the run knowing it.
+        """Accept the active findings, because the user resumed the run knowing them.
 
-        What a single step shows is an event, and the next one is another.
+        A finding of a single step is not accepted: the next one is a new event.
         """
         lasting = {t.finding for t in THRESHOLDS if t.window > 1}
         self.state = replace(self.state, accepted=self.state.active & lasting)
@@ -101,7 +101,7 @@ class Watchdog:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Keep the first contract that breaks here."""
+        """Keep the first NumericalError that is raised in the block."""
         try:
             yield
         except NumericalError as broken:
@@ -126,7 +126,7 @@ def last_healthy_step(finding: Finding) -> int:
 
 
 HINDSIGHT_STEPS = max(t.window for t in THRESHOLDS) + 1
-"""Steps after which a fault has shown: the longest window, and the step that numbers come late."""
+"""Steps after which a fault has been found: the longest window, plus one as numbers come late."""
 
 
 def _load(detector: Detector, saved: WatchState) -> None:

@@ -1,8 +1,8 @@
-"""Losses of arithmetic while a window is summed: gradients that vanish, sums that drift.
+"""Rounding losses while a window is summed: gradients that vanish, sums that drift.
 
 In-place accumulation never shows a micro-step's own gradient. So the sampled elements are set
-aside and zeroed before the backward pass; what is there afterwards is that gradient, and the
-sum is then formed here by the very addition that autograd would have done.
+aside and zeroed before the backward pass; what they hold afterwards is that gradient, and the
+sum is then formed here by the same addition that autograd would have done.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class AccumulationProbe:
 
     absorbed: fp64 (groups), of the window's last addition. error: fp64 (groups), of the window's
     sum against an fp32 shadow; NaN where there is none. An fp32 accumulator has no shadow: its
-    error is below 1e-5 for any window that the API takes, and looking at every micro-step costs.
+    error is below 1e-5 for any window that the API takes, and measuring each micro-step costs time.
     """
 
     def __init__(self, flat: Tensor, sample: GroupSample) -> None:
@@ -33,12 +33,12 @@ class AccumulationProbe:
         self._set_aside: Tensor | None = None
 
     def begin_window(self, window: range, complete: bool, fresh: bool) -> None:
-        """Prepare for the first micro-step of a window that is still to do.
+        """Prepare for the first remaining micro-step of a window.
 
         Args:
             window: The micro-steps of the window.
-            complete: Whether all that is done of it was seen here; if not, there is no shadow
-                because its first gradients are unknown.
+            complete: Whether every micro-step done so far was measured here; if not, there is no
+                shadow because the window's first gradients are unknown.
             fresh: Whether nothing of the window is done yet.
         """
         self._window, self._shadowed = window, complete and self._shadow.numel() > 0
@@ -55,7 +55,7 @@ class AccumulationProbe:
             self._sample.zero(self._flat)
 
     def after(self, micro_step: int) -> None:
-        """Restore the sums after it; compute the ratios when the window is complete."""
+        """Restore the sums after the pass; compute the ratios when the window is complete."""
         before, self._set_aside = self._set_aside, None
         if before is None:
             return
@@ -103,7 +103,7 @@ def absorbed_ratio(sample: GroupSample, before: Tensor, addend: Tensor, total: T
 def relative_error(sample: GroupSample, found: Tensor, exact: Tensor) -> Tensor:
     """Compute the L2 norm of ``found - exact`` over that of ``exact`` by group, fp64 (groups).
 
-    0 where both are 0, infinite where ``exact`` alone is.
+    0 where both are 0, infinite where only ``exact`` is 0.
 
     Args:
         sample: The sampled positions.

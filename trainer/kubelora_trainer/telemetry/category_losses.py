@@ -1,8 +1,8 @@
 """Losses by category: an average over bottles, cans and textiles hides that one of them drifts.
 
-Sums stay on the device and ride to the host with the step's other numbers, so no micro-step waits.
-The number of categories is bounded, for each is a metric's label: the largest have their own sum,
-the rest share one.
+Sums stay on the device and are copied to the host with the step's other numbers, so no micro-step
+waits. The number of categories is bounded, because each is a label value of a metric: the largest
+have their own sum, the rest share one.
 """
 
 from collections import Counter

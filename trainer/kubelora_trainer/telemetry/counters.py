@@ -11,17 +11,17 @@ from kubelora_api.schema import JsonObject
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Slot
 
 DEAD_STEPS = 10
-"""Steps in a row without any gradient that make a module dead. Empty captions silence a module for
-a step now and then."""
+"""Steps in a row without any gradient that make a module dead. Empty captions can leave a
+module without a gradient for a step."""
 
 
 def least_travel(compute: torch.dtype) -> float:
-    """Return the sum of step sizes from which on a lora_B that began at 0 is not 0 in ``compute``.
+    """Return the sum of step sizes above which a lora_B that started at 0 is not 0 in ``compute``.
 
-    The type's smallest normal number: 6e-5 for fp16, a thousand times the smallest that it has, so
-    that it holds for steps which are a thousandth of the rate too (Adafactor's, scaled by factors
-    that are 0; LoRA gradients near Adam's eps). A long warm-up takes steps of 1e-9 at first, which
-    fp16 rounds to 0. bf16 and fp32 reach to 1e-38.
+    The type's smallest normal number: 6e-5 for fp16, a thousand times its smallest number, so that
+    it also holds for steps that are a thousandth of the rate (Adafactor's, scaled by factors that
+    are 0; LoRA gradients near Adam's eps). A long warm-up takes steps of 1e-9 at first, which
+    fp16 rounds to 0. bf16 and fp32 reach down to 1e-38.
     """
     return torch.finfo(compute).smallest_normal
 
@@ -29,8 +29,8 @@ def least_travel(compute: torch.dtype) -> float:
 class BackwardPasses:
     """A count of gradients that arrive in the accumulator, on one factor of each group.
 
-    K losses that are summed before one backward pass arrive once. Counted is the group that was
-    reached most often, so that a module taken out of the loss is not mistaken for that.
+    K losses that are summed before one backward pass arrive once. The count is that of the group
+    that was reached most often, so that a module left out of the loss is not mistaken for this.
     """
 
     def __init__(self, buffers: AdapterBuffers) -> None:
@@ -58,14 +58,14 @@ class BackwardPasses:
 
 
 class DeadModules:
-    """A count of modules of which a factor's gradient has been exactly zero for ``DEAD_STEPS``.
+    """A count of modules with a factor whose gradient was exactly zero for ``DEAD_STEPS`` steps.
 
-    Counting starts when lora_B can't be 0 any more in the type of the passes (`least_travel`):
+    Counting starts when lora_B can no longer be 0 in the dtype of the passes (`least_travel`):
     until then lora_A has no gradient.
     """
 
     def __init__(self, slots: Sequence[Slot], compute: torch.dtype = torch.bfloat16) -> None:
-        """compute: type of the passes."""
+        """compute: dtype of the passes."""
         self._modules = [slot.factor.module for slot in slots]
         self._silent = [0] * len(slots)
         self._least, self._travelled = least_travel(compute), 0.0
@@ -87,7 +87,7 @@ class DeadModules:
     def observe(self, norms: Sequence[float], step_size: float) -> int:
         """Return the count after one more step. norms: L2 norms of the gradients in slot order.
 
-        step_size: what weights move by in this step where the optimizer's direction is 1.
+        step_size: how far this step moves a weight where the optimizer's direction is 1.
         """
         if self._travelled >= self._least:
             silent = zip(self._silent, norms, strict=True)

@@ -1,7 +1,7 @@
 """``spec.health.dumpGradients.when``: the condition under which a gradient is dumped.
 
-The API has judged the text already (``dump_spec.CONDITION_PATTERN``); here it is taken apart and
-asked of tensors, many at once, so that a GPU is waited for once.
+The API has validated the text (``gradient_dump_spec.CONDITION_PATTERN``); here it is parsed and
+evaluated on many tensors at once, so that the host waits for the GPU once.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Comparison:
 class GradientCondition:
     """All ``comparisons`` hold; without any: some element is NaN or infinite.
 
-    A comparison with NaN holds never.
+    A comparison with NaN never holds.
     """
 
     comparisons: tuple[Comparison, ...] = ()
@@ -38,7 +38,7 @@ class GradientCondition:
     def holds(self, gradients: Sequence[Tensor], loss_scale: Tensor | None = None) -> list[bool]:
         """Evaluate the condition for each gradient.
 
-        loss_scale: what gradients are multiplied by, and numbers are not.
+        loss_scale: the factor that gradients were multiplied by; numbers are divided by it.
         """
         if not gradients:
             return []

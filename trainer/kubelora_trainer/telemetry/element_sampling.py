@@ -1,7 +1,7 @@
-"""A fixed sample of every group's elements: what is measured without a full-size copy.
+"""A fixed sample of every group's elements, so that measuring needs no full-size copy.
 
-The same elements are looked at in every step, spread evenly over each group. Strides share no
-factor with row widths, so the sample walks over all columns.
+The same elements are measured in every step, spread evenly over each group. Strides share no factor
+with row widths, so the sample covers all columns.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ _FACTORS_OF_WIDTHS = 2 * 3 * 5 * 7 * 11
 
 
 class GroupSample:
-    """Sampled positions of all groups as one matrix, so that a measurement is a few kernels.
+    """Sampled positions of all groups as one matrix, so that a measurement takes a few kernels.
 
-    index: int64 (groups, samples), positions in a flat buffer; short rows are filled up with their
-    own first position. weight: fp64 of the same shape, 1 for a sample and 0 for what fills up.
+    index: int64 (groups, samples), positions in a flat buffer; short rows are padded with their
+    own first position. weight: fp64 of the same shape, 1 for a sample and 0 for padding.
     """
 
     def __init__(
@@ -54,24 +54,24 @@ class GroupSample:
         flat.scatter_(0, self._flat_index, 0.0)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum ``values`` (groups, samples), numbers or truths, by group: fp64 (groups)."""
+        """Sum ``values`` (groups, samples), numbers or booleans, by group: fp64 (groups)."""
         return (values * self.weight).sum(1)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average ``values`` (groups, samples), numbers or truths, by group: fp64 (groups)."""
+        """Average ``values`` (groups, samples), numbers or booleans, by group: fp64 (groups)."""
         return self.total(values) / self._counts
 
     def share(self, of: Tensor, where: Tensor) -> Tensor:
         """Compute Σ of·where / Σ of by group: fp64 (…, groups), NaN where Σ of is 0.
 
-        of, where: (…, groups, samples), numbers or truths.
+        of, where: (…, groups, samples), numbers or booleans.
         """
         mass = of * self.weight
         return (mass * where).sum(-1) / mass.sum(-1)
 
 
 class SlotSums:
-    """Sums of sampled values by slot: of each factor, as much as the sample holds of it."""
+    """Sums of sampled values by slot: over the elements of each factor that are in the sample."""
 
     def __init__(self, sample: GroupSample, slots: Sequence[Slot]) -> None:
         stops = torch.tensor([slot.stop for slot in slots], device=sample.index.device)

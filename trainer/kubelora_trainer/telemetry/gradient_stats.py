@@ -1,8 +1,8 @@
 """Norms, largest values and counts of the finished gradient, by slot and by group.
 
-Two ways to the same numbers. A GPU takes many tensors in few kernels. A CPU pays for every small
-operation, so there numpy goes once over the flat buffer, in parts that stay in the cache, and adds
-up by slot as it goes.
+There are two implementations with the same results. A GPU processes many tensors in few kernels.
+On a CPU every small operation has a cost, so numpy makes one pass over the flat buffer, in parts
+that stay in the cache, and sums by slot in the same pass.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ CHUNK_ELEMENTS: Final = 1 << 22
 """Elements looked at together on a device: 16 MiB of temporaries in fp32, whatever the adapter's
 size."""
 CACHED_ELEMENTS: Final = 1 << 17
-"""The same on a CPU, where what is in its cache is read again for nothing."""
+"""The same on a CPU: few enough to stay in its cache, where reading them again is cheap."""
 
 
 class GradientSums(Protocol):

@@ -1,4 +1,4 @@
-"""Numbers of every optimizer step, by group and by factor, at a cost below notice.
+"""Numbers of every optimizer step, by group and by factor, at negligible cost.
 
 Everything is computed on the device from the flat buffers, in chunks, packed into one tensor and
 copied to the host once, asynchronously; it is read a step later, so training never waits for it.

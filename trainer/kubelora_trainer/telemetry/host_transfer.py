@@ -17,16 +17,16 @@ from kubelora_trainer.telemetry.lora_balance import Pair, balance, pooled
 from kubelora_trainer.telemetry.step_metrics import GroupNumbers, StepNumbers
 
 EXTRA = "extra."
-"""Begin of the names of ``StepNumbers.extra`` among those that are copied."""
+"""Prefix of the names of ``StepNumbers.extra`` among the copied tensors."""
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts of a step that the host has already.
+    """Facts of a step that the host already has.
 
     judge_updates: whether the rate was high enough for an unmoved weight to mean anything.
-    own_rate: what the optimizer multiplied the rate by, of itself (Prodigy). broken_ranks: whose
-    part of the gradient was not finite, of several ranks.
+    own_rate: factor that the optimizer itself applied to the rate (Prodigy). broken_ranks: of
+    several ranks, those whose part of the gradient was not finite.
     """
 
     step: int
@@ -38,13 +38,13 @@ class StepFacts:
 
     @property
     def step_size(self) -> float:
-        """What a weight moves by where the optimizer's direction is 1."""
+        """How far a weight moves where the optimizer's direction is 1."""
         return self.learning_rate * self.own_rate
 
 
 @dataclass(frozen=True)
 class HostNumbers:
-    """Numbers of a step that no device has to be asked for, as in ``StepNumbers``."""
+    """Numbers of a step that need no copy from a device, as in ``StepNumbers``."""
 
     backward_passes: float
     micro_steps: int
@@ -68,7 +68,7 @@ class CopyToHost:
             self._host = packed
 
     def read(self) -> dict[str, list[float]]:
-        """Read the numbers of each tensor, flat; waits for the copy where it has not arrived."""
+        """Read the numbers of each tensor, flat; waits for the copy if it is not complete."""
         if self._event is not None:
             self._event.synchronize()
         numbers = iter(self._host.tolist())
@@ -88,7 +88,7 @@ class PendingNumbers:
     categories: CategorySums | None
 
     def read(self) -> StepNumbers:
-        """Read the numbers; waits for the copy where it has not arrived."""
+        """Read the numbers; waits for the copy if it is not complete."""
         found, facts, slots = self.copy.read(), self.facts, self.buffers.slots
         norms, waiting = found["norm"], self.dead.waiting
         off_and_size = list(zip(found["pairs"][::2], found["pairs"][1::2], strict=True))
@@ -137,8 +137,8 @@ class PendingNumbers:
     ) -> dict[str, GroupNumbers]:
         """Compute the groups' numbers. Updates are not judged where the gradient is not finite.
 
-        waiting: lora_B may still be 0 in the passes, or next to it, which makes lora_A's gradient
-        0, or a few of the type's smallest numbers.
+        waiting: lora_B may still be 0 in the passes, or close to it, which makes lora_A's gradient
+        0, or a few of the dtype's smallest numbers.
         """
         moved = all(math.isfinite(norm) for norm in found["norm"])
         judged = moved and self.facts.judge_updates
@@ -181,5 +181,5 @@ def _over_rate(change: float, rate: float) -> float:
 
 
 def _largest(values: Sequence[float]) -> float:
-    """Return the maximum, NaN where any is NaN."""
+    """Return the maximum; NaN if any value is NaN."""
     return math.nan if any(math.isnan(v) for v in values) else max(values)

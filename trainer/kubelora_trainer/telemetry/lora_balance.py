@@ -7,7 +7,8 @@ becomes M·A and B becomes B·M⁻¹. The derivative of that is an identity of t
 
 It holds with any scale, dropout, accumulation, DoRA, and for convolutions (the rank is a channel
 between both), whatever the loss. A micro-step lost on one factor, a factor divided twice, or a sum
-that was not zeroed breaks it. It is void where a loss looks at A or B itself.
+that was not zeroed breaks it. It does not hold if the loss depends on A
+or B directly.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The numbers of one optimizer step: the telemetry's result.
 
-Apart from how they are measured, so that watchdog, exporter and run log need no tensor to read
-them.
+Separate from the code that measures them, so that watchdog, exporter and run log need no tensor to
+read them.
 """
 
 import math
@@ -17,7 +17,7 @@ from kubelora_trainer.optim.loss_scaler import LEAST_SCALE
 class GroupNumbers:
     """One group's numbers of one optimizer step, of the gradient before clipping. Ratios 0 to 1.
 
-    NaN means: not measured, or not to be judged in this step.
+    NaN means that it was not measured, or that this step is not judged by it.
 
     grad_zero_ratio: NaN for lora_A while lora_B may be 0 in the passes though its masters moved
     (fp16). update_lost_ratio: NaN where the step was not meant to move anything.
@@ -55,16 +55,16 @@ class CategoryLoss:
 class StepNumbers:
     """All numbers of one optimizer step.
 
-    step: optimizer steps done, this one included. step_size: the rate times what the optimizer
-    itself multiplies it by (Prodigy). loss: mean over the window's samples.
+    step: optimizer steps done, this one included. step_size: the rate times the factor
+    that the optimizer itself applies (Prodigy). loss: mean over the window's samples.
     factor_norms, factor_absmax, factor_balance, factor_update_scale: in slot order. The balance is
-    that of the factor's pair; the update scale is estimated from those elements that are sampled.
-    clipped_norm: what the optimizer got; min(grad_norm, maxGradNorm) where clipping is right.
-    backward_passes: of the window, NaN where it was resumed in its middle; micro_steps where each
-    micro-batch was differentiated alone.
-    dead_modules: modules of which a factor's gradient was exactly zero in the last 10 steps.
+    that of the factor's pair; the update scale is estimated from the sampled elements.
+    clipped_norm: of the gradient that the optimizer got; min(grad_norm, maxGradNorm) if clipping
+    is right. backward_passes: of the window, NaN if it was resumed in its middle; equal to
+    micro_steps if each micro-batch was differentiated alone.
+    dead_modules: modules with a factor whose gradient was exactly zero in the last 10 steps.
     category_losses: of the categories that the window saw; empty where images have none.
-    loss_scale: what the loss was multiplied by; NaN without a scaler.
+    loss_scale: factor that the loss was multiplied by; NaN without a scaler.
     working_copy_stale: share of the sampled weights that differ from their masters, rounded.
     rank_divergence: NaN for a single rank. broken_ranks: of several, those whose own part of the
     gradient was not finite. host_memory_peak, device_memory_peak: bytes.
@@ -97,9 +97,9 @@ class StepNumbers:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step moved nothing because the loss scale was too large, as scales may be.
+        """Whether the step moved nothing because the loss scale was too large, which is no fault.
 
-        A loss that is not finite is no matter of the scale, nor is a gradient at the least scale.
+        A loss that is not finite is not due to the scale, nor is a gradient at the least scale.
         """
         failed = self.nonfinite > 0 or not math.isfinite(self.grad_norm)
         return failed and math.isfinite(self.loss) and self.loss_scale > LEAST_SCALE

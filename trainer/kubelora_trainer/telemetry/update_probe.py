@@ -1,12 +1,12 @@
 """Effects of an optimizer step on the weights, and on the optimizer's own state.
 
-Compares sampled elements before and after the step. Optimizers differ in what they remember; each
-number that an optimizer has no base for is NaN.
+Compares sampled elements before and after the step. Optimizers differ in the state that they
+keep; a number that can't be computed from it is NaN.
 
-A second moment that is kept by itself, in fp32 or less, shows in one step whether it moves. One in
-8 bits does not: it moves with the scale that it shares with 255 others, and by codes of 0.7 % to
-7 % where a step asks for 0.1 %. So the running mean of the sampled ones is also kept in fp32, and
-the share that is far from it is reported.
+One step shows whether a second moment stored on its own, in fp32 or a narrower type, moves. It does
+not show that for one in 8 bits, which moves with the scale that it shares with 255 others, and in
+codes 0.7 % to 7 % apart where a step asks for 0.1 %. So the running mean of the sampled ones is
+also kept in fp32, and the share that is far from it is reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,9 @@ place."""
 
 
 FAR = 4.0
-"""A second moment in 8 bits that is off by more than this factor does not follow: it makes a step
-wrong by its root, twice as long or half. docs/numerics.md derives how far rounding alone goes."""
+"""A second moment in 8 bits that is off by more than this factor counts as stuck: it makes a step
+wrong by the factor's square root, twice as long or half. docs/numerics.md derives how far rounding
+alone goes."""
 
 
 class UpdateProbe:
@@ -37,7 +38,7 @@ class UpdateProbe:
     change (groups): root mean square of the change. scale (groups), slot_scale (slots): the same,
     divided by the slot's rate scale and not yet by the rate.
     stuck (groups): share of second moments that kept their bits, of those whose squared gradient
-    is another; where they share a scale, of those off by more than ``FAR``.
+    differs from them; where they share a scale, of those off by more than ``FAR``.
     damping (groups): mean of sqrt(v̂) / (sqrt(v̂) + eps) over those that are not 0.
     stale (1): share of the working copy's elements that are not their masters, rounded.
     """
@@ -49,7 +50,7 @@ class UpdateProbe:
         sample: GroupSample,
         rate_scales: Sequence[float] | None = None,
     ) -> None:
-        """rate_scales: what each slot's learning rate is multiplied by; None: 1 for all."""
+        """rate_scales: factor of each slot's learning rate; None: 1 for all."""
         self._buffers, self._moments, self._sample = buffers, moments, sample
         self._slots = SlotSums(sample, buffers.slots)
         self._rate_scale = self._slots.spread(rate_scales) if rate_scales else None
@@ -74,7 +75,7 @@ class UpdateProbe:
         self._second = self._taken(self._moments.second_moment)
 
     def after(self) -> None:
-        """Measure after it, before the gradient that it used is cleared."""
+        """Measure after the step, before its gradient is cleared."""
         before, second_before = self._weights, self._second
         self._weights = self._second = None
         if before is None:
@@ -98,7 +99,7 @@ class UpdateProbe:
             if (decay := self._moments.shadow_decay) is None:
                 self.stuck = stuck_ratio(self._sample, second_before, second, gradient)
             else:
-                moved = (second != second_before).any()  # else the step was left out
+                moved = (second != second_before).any()  # else the step was skipped
                 mean = decay * self._shadow + (1 - decay) * gradient.float().square()
                 self._shadow = torch.where(moved, mean, self._shadow)
                 self.stuck = far_ratio(self._sample, second, self._shadow)
@@ -106,7 +107,7 @@ class UpdateProbe:
                 self.damping = damping_ratio(self._sample, second, damping)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what second moments should be, for a checkpoint; nothing without a shadow."""
+        """Return the shadow of the second moments for a checkpoint; empty without one."""
         return {"second_moment": self._shadow} if self._shadow.numel() else {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -155,7 +156,7 @@ def far_ratio(sample: GroupSample, found: Tensor, exact: Tensor) -> Tensor:
         exact: As they should be.
 
     Returns:
-        fp64 (groups); NaN where there is nothing but zeros.
+        fp64 (groups); NaN where both are all zeros.
     """
     far = (found > FAR * exact) | (found < exact / FAR)
     return sample.share((exact != 0) | (found != 0), far)

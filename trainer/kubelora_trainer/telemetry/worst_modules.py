@@ -1,6 +1,7 @@
 """The ten worst factors of the adapter, to look at first, for ``/status``.
 
-Labels of metrics can't name modules, their number is unbounded; the run's log names them all.
+Metrics can't have modules as labels because their number is unbounded; the run's log names them
+all.
 """
 
 import math

@@ -77,7 +77,10 @@ class RunHooks:
         return earlier
 
     def draw_if_due(self, reached: RunPosition) -> None:
-        """Sample images every ``validation.everySteps``, except at the end, which has its own."""
+        """Generate sample images every ``validation.everySteps``, except after the last step.
+
+        The export generates those.
+        """
         every = self.run.job.spec.validation.every_steps
         due = every and reached.step % every == 0 and reached.step < self.plan.optimizer_steps
         if due and self.run.first:

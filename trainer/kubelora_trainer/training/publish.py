@@ -91,7 +91,7 @@ def export_adapter(
 
 
 def draw(run: Run, folder: OutputFolder, inputs: TrainingInputs, step: int) -> None:
-    """Sample images of ``step`` if the job has prompts.
+    """Generate the sample images of ``step`` if the job has prompts.
 
     Args:
         run: The run.

@@ -1,4 +1,4 @@
-"""The start of a run: baseline, resuming, and the detectors' first look."""
+"""The start of a run: baseline, resuming, and the detectors' first checks."""
 
 import logging
 from typing import Literal
@@ -91,7 +91,7 @@ def start_or_resume(
     if run.job.spec.adapter.dora:
         run.warn(NO_KOHYA_FILE)
     if resumed is None:
-        if folder.record.total_steps is not None:  # an earlier attempt came as far as training
+        if folder.record.total_steps is not None:  # an earlier attempt reached training
             logger.info("no checkpoint of this run is left, so it restarts at its first step")
         no_loss = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
         return RunPosition(window_loss=no_loss), None
@@ -107,7 +107,7 @@ def start_watchdog(
 ) -> Watchdog:
     """Build the detectors, let them judge the start, and show them every micro-batch.
 
-    Raises NumericalError where the start-up contract is broken.
+    Raises NumericalError if the start-up contract is broken.
     """
     watchdog = Watchdog(build_detectors(watched))
     for line in watchdog.start(position.watch, start):
@@ -129,7 +129,7 @@ def run_start(
     Args:
         run: The run.
         inputs: Its model, adapter and data.
-        state: The adapter's buffers and optimizer, restored where there was a checkpoint.
+        state: The adapter's buffers and optimizer, restored if there was a checkpoint.
         position: The steps they have done.
         reason: Why training starts here.
         planned_before: Optimizer steps that an earlier attempt planned; None if unknown.

@@ -1,7 +1,8 @@
 """Interface of the components that a checkpoint saves.
 
 Everything with state that a resumed run needs (weights, optimizer, EMA, loss scaler) implements it.
-The checkpoint knows none of them by name; a new component needs only a name in `run.py`.
+The checkpoint knows none of them by name; a new component is named in `TrainState.saved_parts`
+(``training/train_state.py``).
 """
 
 from collections.abc import Mapping
