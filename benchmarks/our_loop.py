@@ -31,9 +31,9 @@ from kubelora_trainer.health.detectors import Watched, build_detectors
 from kubelora_trainer.health.detectors.quantities import facts_of
 from kubelora_trainer.health.watchdog import Watchdog
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
+from kubelora_trainer.reporting.http_server import Exporter
 from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import LineView
-from kubelora_trainer.reporting.prometheus import Exporter
 from kubelora_trainer.reporting.run_log import RunLog
 from kubelora_trainer.storage.output_dir import Manifest, claim_output
 from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry

@@ -8,7 +8,7 @@ from bitsandbytes import functional, optim
 from torch import Tensor, nn
 
 from kubelora_api.training_spec import Optimizer
-from kubelora_trainer.optim.base import AdapterOptimizer
+from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
 from kubelora_trainer.optim.build import build_optimizer
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
 from kubelora_trainer.optim.precision import PrecisionPlan

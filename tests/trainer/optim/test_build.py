@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kubelora_api.schema import JsonObject
 from kubelora_api.training_spec import Optimizer, OptimizerName, Training
 from kubelora_trainer.health.startup_checks import check_resumed
-from kubelora_trainer.optim.base import AdapterOptimizer
+from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
 from kubelora_trainer.optim.build import build_optimizer
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
 from kubelora_trainer.optim.precision import PrecisionPlan

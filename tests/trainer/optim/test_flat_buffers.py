@@ -13,7 +13,6 @@ from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.lora.adapter import AdapterModule, add_adapter
 from kubelora_trainer.models.pipeline import load_unet
 from kubelora_trainer.optim.adamw import FlatAdamW
-from kubelora_trainer.optim.base import clip_coefficient
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Factor
 from kubelora_trainer.optim.precision import PrecisionPlan
 from kubelora_trainer.training.setup import factors_of
@@ -252,11 +251,3 @@ def test_a_non_finite_gradient_moves_neither_weight_nor_moment() -> None:
     assert buffers.masters.tolist() == [1.0, 2.0]
     assert optimizer.first_moment.tolist() == [0.0, 0.0]
     assert optimizer.second_moment.tolist() == [0.0, 0.0]
-
-
-def test_clipping_scales_to_the_norm_and_leaves_smaller_gradients_alone() -> None:
-    # (3, 4) has norm 5; clipped to 1 it is (0.6, 0.8).
-    assert float(clip_coefficient(torch.tensor(5.0), 1.0)) == pytest.approx(0.2, rel=1e-6)
-    assert float(clip_coefficient(torch.tensor(0.5), 1.0)) == 1.0
-    assert float(clip_coefficient(torch.tensor(5.0), 0.0)) == 1.0
-    assert float(clip_coefficient(torch.tensor(float("nan")), 1.0)) == 1.0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kubelora_api.names import OutputPath
 from kubelora_trainer.lora.target_modules import matches, suggest_parts
-from kubelora_trainer.optim.precision import NAMES
+from kubelora_trainer.optim.precision import DTYPE_NAMES
 from kubelora_trainer.telemetry.gradient_dump import dumped_files
 from kubelora_trainer.utils.errors import OutputError
 
@@ -93,7 +93,7 @@ def _numbers(gradient: Tensor, loss_scale: float) -> tuple[str, ...]:
     values = gradient.double() / loss_scale
     broken = int((~values.isfinite()).sum())
     return (
-        NAMES.get(gradient.dtype, str(gradient.dtype)),
+        DTYPE_NAMES.get(gradient.dtype, str(gradient.dtype)),
         "x".join(str(size) for size in gradient.shape),
         f"{float(values.norm()):.3e}",
         f"{float(values.abs().max()):.3e}",

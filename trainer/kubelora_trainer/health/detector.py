@@ -18,7 +18,7 @@ from kubelora_api.thresholds import Event, Threshold
 from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.lora.adapter import AdapterModule
 from kubelora_trainer.objective.micro_batch_facts import MicroBatchFacts
-from kubelora_trainer.optim.base import AdapterOptimizer
+from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.storage.run_record import Rollback
 from kubelora_trainer.telemetry.step_metrics import StepNumbers

@@ -1,8 +1,8 @@
 """The start-up contract: what must be true of a run's first steps.
 
 The errors that this guards against are silent: a layer that no backward pass reaches, an adapter
-that changes the model before it has learned anything, a gradient in another type than was asked
-for. A broken contract ends the run (exit code 3) and names the module.
+that changes the model before it has learned anything, a gradient in a dtype other than the
+requested one. A broken contract ends the run (exit code 3) and names the module.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kubelora_trainer.lora.adapter import AdapterModule
 from kubelora_trainer.lora.factor_names import MAGNITUDE
-from kubelora_trainer.optim.base import AdapterOptimizer
+from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Slot
-from kubelora_trainer.optim.precision import NAMES
+from kubelora_trainer.optim.precision import DTYPE_NAMES
 from kubelora_trainer.telemetry.counters import least_travel
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
 from kubelora_trainer.utils.errors import NumericalError
@@ -36,16 +36,16 @@ def check_dtypes(buffers: AdapterBuffers, optimizer: AdapterOptimizer) -> str:
     if moment is not None and moment.itemsize < plan.masters.itemsize:
         raise NumericalError(f"the optimizer's state is {moment.dtype}, below {plan.masters}")
     buffers.assert_bound()
-    lines = [f"{what} {NAMES[planned]}" for what, (_, planned) in found.items()]
+    lines = [f"{what} {DTYPE_NAMES[planned]}" for what, (_, planned) in found.items()]
     if any(slot.factor.is_magnitude for slot in buffers.slots):
-        lines.insert(1, f"magnitudes {NAMES[plan.masters]}")
+        lines.insert(1, f"magnitudes {DTYPE_NAMES[plan.masters]}")
     return ", ".join([*lines, f"optimizer state {optimizer.state_text}"])
 
 
 def check_fresh_adapter(buffers: AdapterBuffers, modules: Sequence[AdapterModule] = ()) -> None:
     """Check that a fresh adapter changes nothing: |B·A| is 0 because every lora_B is 0.
 
-    DoRA's magnitudes must be the norms that they are divided by, to the bit.
+    DoRA's magnitudes must equal the norms that they are divided by, bit for bit.
     """
     for slot in buffers.slots:
         if _is_up(slot) and bool(slot.of(buffers.masters).count_nonzero()):
@@ -90,7 +90,7 @@ def check_resumed(optimizer: AdapterOptimizer, step: int, skipped: int) -> str:
 
 
 class ReachedModules:
-    """A record of which factors a backward pass reaches, during the first micro-step alone."""
+    """A record of which factors a backward pass reaches, only during the first micro-step."""
 
     def __init__(self, buffers: AdapterBuffers) -> None:
         self._slots = buffers.slots
@@ -130,14 +130,14 @@ class FirstGradients:
     lora_B and magnitudes in the first step that moves anything; lora_A, whose gradient is a product
     with lora_B, in the next such step. A step moves something when its learning rate is above 0, no
     scaler skipped it, and its window has a loss: masks and min-SNR weights may be 0 for all of it.
-    Tiny steps must sum up first until lora_B is not 0 in the type of the passes either
-    (`least_travel`).
+    lora_A also waits until small steps have added up so far that lora_B is not 0 in the dtype of
+    the passes (`least_travel`).
     """
 
     def __init__(
         self, slots: Sequence[Slot], moved_before: int, compute: torch.dtype = torch.bfloat16
     ) -> None:
-        """moved_before: such steps that an earlier attempt made. compute: type of the passes."""
+        """moved_before: such steps of earlier attempts. compute: dtype of the passes."""
         self._slots = slots
         self._moved = moved_before
         self._least, self._travelled = least_travel(compute), 0.0
@@ -172,7 +172,7 @@ class FirstGradients:
 
 
 def check_finite(slots: Sequence[Slot], numbers: StepNumbers) -> None:
-    """Raise NumericalError where the step's gradient was not finite; no weight has moved then.
+    """Raise NumericalError if the step's gradient was not finite; no weight has moved then.
 
     Gradients that a smaller loss scale may cure are left to the scaler.
     """
@@ -197,9 +197,9 @@ def check_finite(slots: Sequence[Slot], numbers: StepNumbers) -> None:
 
 
 def came_from(numbers: StepNumbers) -> str:
-    """Describe which of several ranks produced what is not finite; empty if unknown.
+    """Describe which of several ranks produced non-finite values; empty if unknown.
 
-    Their sum may be infinite without any rank's part being so.
+    The sum may be infinite although every rank's own part is finite.
     """
     who = ranks_named(numbers.broken_ranks, "")
     return f", from the micro-batches of {who}" if who else ""

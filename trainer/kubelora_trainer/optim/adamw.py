@@ -10,7 +10,7 @@ from kubelora_api.training_spec import Optimizer as OptimizerSpec
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.moments import Damping
 from kubelora_trainer.optim.param_groups import rate_groups
-from kubelora_trainer.optim.precision import NAMES
+from kubelora_trainer.optim.precision import DTYPE_NAMES
 from kubelora_trainer.utils.stateful import check_like
 
 
@@ -38,7 +38,7 @@ class FlatAdamW:
         self._beta2 = 0.999 if spec.beta2 is None else spec.beta2
         self.first_moment = torch.zeros_like(buffers.masters)
         self.second_moment = torch.zeros_like(buffers.masters)
-        self.state_text = NAMES[buffers.plan.masters]
+        self.state_text = DTYPE_NAMES[buffers.plan.masters]
         self.state_bytes = self.first_moment.nbytes + self.second_moment.nbytes
         self._adamw = torch.optim.AdamW(
             rate_groups(buffers, scales or [1.0] * len(buffers.slots)),

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from math import prod
 
 from kubelora_api.training_spec import Optimizer
-from kubelora_trainer.optim.base import AdapterOptimizer
+from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
 from kubelora_trainer.optim.bnb_8bit import BLOCK_8BIT, SMALLEST_8BIT, EightBitMoment
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
-from kubelora_trainer.optim.moments import Damping
-from kubelora_trainer.optim.param_groups import rate_groups
-from kubelora_trainer.optim.third_party import (
+from kubelora_trainer.optim.library_optimizer import (
     LibraryOptimizer,
     LibraryState,
     allocate_bitsandbytes_state,
@@ -17,6 +15,8 @@ from kubelora_trainer.optim.third_party import (
     import_library,
     total_bytes,
 )
+from kubelora_trainer.optim.moments import Damping
+from kubelora_trainer.optim.param_groups import rate_groups
 
 
 def build_adamw_8bit(

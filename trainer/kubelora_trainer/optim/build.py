@@ -11,7 +11,7 @@ from kubelora_api.training_spec import Optimizer, OptimizerName
 from kubelora_trainer.optim.adafactor import build_adafactor
 from kubelora_trainer.optim.adamw import FlatAdamW
 from kubelora_trainer.optim.adamw_8bit import build_adamw_8bit
-from kubelora_trainer.optim.base import AdapterOptimizer
+from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.lion import build_lion
 from kubelora_trainer.optim.prodigy import build_prodigy

@@ -19,7 +19,7 @@ DTYPES: dict[ComputeType, torch.dtype] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-NAMES: dict[torch.dtype, ComputeType] = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES: dict[torch.dtype, ComputeType] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def is_magnitude(group: str) -> bool:

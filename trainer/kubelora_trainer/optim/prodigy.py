@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from math import prod
 
 from kubelora_api.training_spec import Optimizer, Training
-from kubelora_trainer.optim.base import AdapterOptimizer
+from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
-from kubelora_trainer.optim.moments import Damping
-from kubelora_trainer.optim.param_groups import rate_groups
-from kubelora_trainer.optim.third_party import (
+from kubelora_trainer.optim.library_optimizer import (
     LibraryOptimizer,
     LibraryState,
     default_to,
     import_library,
     total_bytes,
 )
+from kubelora_trainer.optim.moments import Damping
+from kubelora_trainer.optim.param_groups import rate_groups
 
 USUAL_RATES = (0.1, 10.0)
 """Range of multipliers around Prodigy's intended 1; beyond it, an AdamW rate was left in place."""

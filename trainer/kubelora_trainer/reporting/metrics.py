@@ -13,7 +13,7 @@ from kubelora_api import metrics
 from kubelora_api.metrics import Metric
 from kubelora_api.thresholds import FINDINGS
 from kubelora_trainer.health.watch_state import WatchState
-from kubelora_trainer.optim.precision import NAMES, PrecisionPlan
+from kubelora_trainer.optim.precision import DTYPE_NAMES, PrecisionPlan
 from kubelora_trainer.telemetry.step_metrics import (
     GROUP_FIELDS,
     STEP_FIELDS,
@@ -55,9 +55,9 @@ class TrainerMetrics(Collector):
         self._set(
             metrics.NUMERICS_INFO,
             1,
-            compute=NAMES[plan.compute],
-            accumulator=NAMES[plan.accumulator],
-            master_weights=NAMES[plan.masters],
+            compute=DTYPE_NAMES[plan.compute],
+            accumulator=DTYPE_NAMES[plan.accumulator],
+            master_weights=DTYPE_NAMES[plan.masters],
         )
 
     def plan_steps(self, step: int, total: int) -> None:
@@ -106,7 +106,7 @@ class TrainerMetrics(Collector):
                 if metric.type == "counter":
                     continue
                 if "dtype" in metric.labels:
-                    dtype = NAMES[self._plan.narrowest_in(group)]
+                    dtype = DTYPE_NAMES[self._plan.narrowest_in(group)]
                     self._set(metric, value, group=group, dtype=dtype)
                 else:
                     self._set(metric, value, group=group)

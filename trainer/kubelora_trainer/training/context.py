@@ -13,7 +13,7 @@ from kubelora_api.status import Artifact
 from kubelora_trainer.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from kubelora_trainer.distributed.topology import SINGLE_RANK, RankInfo
 from kubelora_trainer.optim.precision import plan_precision
-from kubelora_trainer.reporting.prometheus import Exporter
+from kubelora_trainer.reporting.http_server import Exporter
 from kubelora_trainer.reporting.trackers import TrackerSet
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.utils.logs import LogFormat

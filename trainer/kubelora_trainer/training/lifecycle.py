@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from kubelora_api.names import METRICS_PORT, ExitCode, OutputPath
 from kubelora_api.report import FinalReport, RunPhase, RunReport
 from kubelora_api.status import Artifact
-from kubelora_trainer.reporting.prometheus import Exporter
+from kubelora_trainer.reporting.http_server import Exporter
 from kubelora_trainer.storage.output_dir import OutputFolder, RunState, run_id_of
 from kubelora_trainer.training.context import Run
 from kubelora_trainer.utils.errors import ConfigurationError, OutputError

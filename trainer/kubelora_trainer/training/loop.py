@@ -18,7 +18,8 @@ from kubelora_trainer.distributed.process_group import SINGLE_PROCESS, ProcessGr
 from kubelora_trainer.distributed.reduce_payload import ControlFlags
 from kubelora_trainer.health.policy import RollbackRequiredError
 from kubelora_trainer.health.watchdog import Watchdog
-from kubelora_trainer.optim.base import AdapterOptimizer, clip_coefficient
+from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
+from kubelora_trainer.optim.clipping import clip_coefficient
 from kubelora_trainer.optim.ema import ExponentialMovingAverage
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.loss_scaler import LossScaler

@@ -20,9 +20,9 @@ from kubelora_api.spec import Health
 from kubelora_api.status import Artifact
 from kubelora_trainer.health.detectors import Watched
 from kubelora_trainer.health.detectors.quantities import facts_of
+from kubelora_trainer.reporting.http_server import Board, Exporter
 from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import build_progress
-from kubelora_trainer.reporting.prometheus import Board, Exporter
 from kubelora_trainer.reporting.run_log import NoLog, RunLog, flush_on_error
 from kubelora_trainer.reporting.summary import RunSummary, summary_text
 from kubelora_trainer.reporting.trackers import build_trackers
@@ -227,7 +227,7 @@ def _train_and_export(
         artifacts.append(artifact_of(folder, log))
     folder.write_manifest("Done", artifacts=artifacts)
     logger.info("\n" + summary_text(_summary(session, position.step, exporter.report.loss, log)))
-    with suppress(PeerLostError):  # all is written: a rank that is gone no longer matters
+    with suppress(PeerLostError):  # everything is written: a lost rank no longer matters
         run.process_group.broadcast_object(None)
     upload_adapter(run, folder, artifacts)
     return f"{position.step} steps done; numerical health: {reporter.watch.verdict}", artifacts
@@ -297,7 +297,7 @@ def _wait_for_rank0(run: Run, step: int, total: int) -> str:
     except PeerLostError:
         _leave_if_asked(run, step, total)
         raise
-    return f"{step} steps done with rank 0, which exported the adapter"
+    return f"{step} steps done; rank 0 exported the adapter"
 
 
 def _how_to_continue(run: Run) -> str:

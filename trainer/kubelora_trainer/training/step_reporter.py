@@ -21,9 +21,9 @@ from kubelora_trainer.health.detector import RunStart
 from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.health.watchdog import Watchdog
 from kubelora_trainer.optim.flat_buffers import Slot
+from kubelora_trainer.reporting.http_server import Board, Exporter
 from kubelora_trainer.reporting.metrics import TrainerMetrics
 from kubelora_trainer.reporting.progress_bar import ProgressView
-from kubelora_trainer.reporting.prometheus import Board, Exporter
 from kubelora_trainer.reporting.run_log import NoLog, RunLog
 from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
@@ -69,7 +69,7 @@ class Reporter:
 
     @property
     def watch(self) -> WatchState:
-        """What the watchdog knows, as a checkpoint keeps it."""
+        """The watchdog's state, as a checkpoint saves it."""
         return self.watchdog.snapshot()
 
     def expect(self, pending: PendingNumbers) -> None:
@@ -79,9 +79,9 @@ class Reporter:
     def drain(self, saving: bool = False) -> None:
         """Read and report the numbers on their way, if any.
 
-        saving: whether a checkpoint of this very step comes next.
+        saving: whether a checkpoint of this step is saved next.
         Raises NumericalError for a gradient that is not finite or a broken start-up contract, and
-        what the health policy wants of a critical finding: PolicyError, SuspendedByPolicyError,
+        what the health policy demands for a critical finding: PolicyError, SuspendedByPolicyError,
         RollbackRequiredError.
         """
         pending, self._pending = self._pending, None
@@ -89,7 +89,7 @@ class Reporter:
             self._report(pending.read(), saving)
 
     def rewind(self, position: RunPosition, start: RunStart) -> None:
-        """Continue from an earlier position. Raises NumericalError where that can't be right."""
+        """Continue from an earlier position. Raises NumericalError if its state can't be right."""
         self._pending = None
         self._rollback = position.rollback
         self.norm_range = position.norm_range
@@ -100,7 +100,7 @@ class Reporter:
         )
 
     def position(self, position: RunPosition) -> RunPosition:
-        """Add what the reporter remembers to ``position``, for a checkpoint."""
+        """Add the reporter's state to ``position``, for a checkpoint."""
         return replace(position, watch=self.watch, norm_range=self.norm_range)
 
     def phase(self, phase: RunPhase) -> None:
@@ -140,7 +140,7 @@ class Reporter:
         self._judge()
 
     def _judge(self) -> None:
-        """Raise what is due. A rollback or a suspension comes before a broken contract."""
+        """Raise the error due. A rollback or a suspension comes before a broken contract."""
         finding = self.watchdog.state.due
         due = health_policy.verdict_on(finding, self._policy, self._rollback) if finding else None
         if isinstance(due, SuspendedByPolicyError):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kubelora_trainer.optim.base import AdapterOptimizer
+from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
 from kubelora_trainer.optim.build import build_optimizer
 from kubelora_trainer.optim.ema import ExponentialMovingAverage, build_ema
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers

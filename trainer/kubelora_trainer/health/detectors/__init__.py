@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kubelora_trainer.health.baseline import Baseline
 from kubelora_trainer.health.detector import Detector
-from kubelora_trainer.health.detectors import contract
+from kubelora_trainer.health.detectors import startup_contract
 from kubelora_trainer.health.detectors.baseline_departure import BaselineDeparture
 from kubelora_trainer.health.detectors.latent_spread import LatentSpread
 from kubelora_trainer.health.detectors.quantities import RunFacts
@@ -45,11 +45,11 @@ def build_detectors(run: Watched) -> tuple[Detector, ...]:
         RepeatedDraws(),
         BaselineDeparture(run.baseline, run.facts.total_steps),
         StepSpike(),
-        contract.Dtypes(),
-        contract.FreshAdapter(),
-        contract.RestoredOptimizer(),
-        contract.ReachedByBackward(),
-        contract.FiniteGradients(slots),
-        contract.FirstGradientsArrive(FirstGradients(slots, 0, compute)),
-        contract.RolledBack(),
+        startup_contract.Dtypes(),
+        startup_contract.FreshAdapter(),
+        startup_contract.RestoredOptimizer(),
+        startup_contract.ReachedByBackward(),
+        startup_contract.FiniteGradients(slots),
+        startup_contract.FirstGradientsArrive(FirstGradients(slots, 0, compute)),
+        startup_contract.RolledBack(),
     )

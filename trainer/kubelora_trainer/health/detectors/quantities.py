@@ -16,7 +16,7 @@ from kubelora_api.thresholds import ACCUMULATION_ERROR_LAW, Threshold
 from kubelora_api.training_spec import Training
 from kubelora_trainer.lora.factor_names import DOWN, UP
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers, Slot
-from kubelora_trainer.optim.precision import NAMES
+from kubelora_trainer.optim.precision import DTYPE_NAMES
 from kubelora_trainer.telemetry.step_metrics import GROUP_FIELDS, STEP_FIELDS, StepNumbers
 
 REFERENCE_LOSSES = 25
@@ -131,7 +131,7 @@ def facts_of(
         for slot in buffers.slots
     )
     return RunFacts(
-        compute=NAMES[buffers.plan.compute],
+        compute=DTYPE_NAMES[buffers.plan.compute],
         max_grad_norm=training.max_grad_norm,
         peak_rate=training.peak_rate,
         total_steps=total_steps,

@@ -23,8 +23,8 @@ from kubelora_api import metrics
 from kubelora_api.report import ModuleNumbers, RunReport
 from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.optim.precision import PrecisionPlan
+from kubelora_trainer.reporting.http_server import PROMETHEUS_HEADER, Exporter
 from kubelora_trainer.reporting.metrics import TrainerMetrics
-from kubelora_trainer.reporting.prometheus import PROMETHEUS_HEADER, Exporter
 from kubelora_trainer.telemetry.step_metrics import CategoryLoss, GroupNumbers, StepNumbers
 
 REPORT = RunReport(run_id="abc", attempt=2, phase="Training", step=3, total_steps=9)
@@ -259,7 +259,7 @@ def test_hostile_clients_disturb_neither_others_nor_the_log(
     exporter: Exporter, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One says nothing until its time is up, one sends garbage, one leaves before the answer."""
-    monkeypatch.setattr("kubelora_trainer.reporting.prometheus._Handler.timeout", 0.2)
+    monkeypatch.setattr("kubelora_trainer.reporting.http_server._Handler.timeout", 0.2)
     silent = socket.create_connection(("127.0.0.1", exporter.port), timeout=10)
     assert get(exporter, "/healthz")[0] == 200
     garbage = socket.create_connection(("127.0.0.1", exporter.port), timeout=10)

@@ -1,4 +1,4 @@
-"""The optimizer interface, and gradient clipping.
+"""Interface of the optimizers, which update the flat master weights.
 
 An optimizer works on per-factor views of the flat master weights, in their true shapes, which
 Adafactor and 8-bit states need. A non-finite gradient changes neither weights nor state.
@@ -7,7 +7,6 @@ Adafactor and 8-bit states need. A non-finite gradient changes neither weights n
 from collections.abc import Mapping
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from kubelora_api.schema import JsonObject
@@ -66,19 +65,3 @@ class AdapterOptimizer(Protocol):
 
     def load(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
         """Restore saved state. Raises ValueError before changing anything if it does not fit."""
-
-
-def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
-    """Compute the factor that brings ``total_norm`` down to ``max_norm``; 1 if it is below.
-
-    A non-finite norm gives 1, so that the gradient is kept as evidence. The 1e-6 is that of
-    ``torch.nn.utils.clip_grad_norm_``.
-
-    Args:
-        total_norm: Scalar on any device.
-        max_norm: Largest norm; 0 turns clipping off.
-    """
-    if max_norm == 0:
-        return torch.ones_like(total_norm)
-    coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    return torch.where(torch.isfinite(total_norm), coefficient, torch.ones_like(coefficient))
