@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.tiers.skips import is_ci
+
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "build" / "test-logs"
 PYTHON = sys.executable
@@ -180,7 +182,7 @@ def main(names: Sequence[str]) -> int:
         if outcome.ran and not outcome.passed:
             _print_end_of(outcome.tier)
     print(f"{sum(o.cpu_seconds for o in outcomes) / 60:.1f} CPU minutes in all")
-    strict = os.environ.get("CI") == "true"
+    strict = is_ci()
     wrong = [o for o in outcomes if not o.passed and (o.ran or strict)]
     tests = sum(o.counts.get("passed", 0) for o in outcomes)
     failed = sum(o.counts.get("failed", 0) + o.counts.get("error", 0) for o in outcomes)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 DECIDED_AT_IMPORT = {"skipif", "importorskip", "allow_module_level"}
 EXAMPLES = """
@@ -33,6 +35,12 @@ def test_of_another_machine():
 def test_expected_to_fail():
     assert False
 
+def test_that_fails_on_purpose():
+    pytest.xfail("needs a GPU")
+
+def test_that_only_says_so():
+    pytest.skip("not applicable: needs a GPU")
+
 def test_that_passes():
     pass
 """
@@ -52,15 +60,16 @@ def counts(folder: Path, ci: str, source: str = EXAMPLES) -> tuple[str, str]:
     return done.stdout, done.stdout.splitlines()[-1].partition(" in ")[0]
 
 
-def test_under_ci_a_missing_means_is_a_failure_and_says_what_to_do(tmp_path: Path) -> None:
-    output, closing = counts(tmp_path, "true")
-    assert closing == "1 failed, 1 passed, 1 skipped, 1 xfailed, 2 errors"
+@pytest.mark.parametrize("ci", ["true", "1", "TRUE"])
+def test_under_ci_a_missing_means_is_a_failure_and_says_what_to_do(tmp_path: Path, ci: str) -> None:
+    output, closing = counts(tmp_path, ci)
+    assert closing == "4 failed, 1 passed, 1 skipped, 2 errors"
     for reason in ("needs buildah", "needs a GPU", "needs root"):
         assert f"skipped: {reason}. Under CI=true every test runs" in output
 
 
 def test_elsewhere_skips_are_skips(tmp_path: Path) -> None:
-    assert counts(tmp_path, "")[1] == "1 passed, 4 skipped, 1 xfailed"
+    assert counts(tmp_path, "")[1] == "1 passed, 5 skipped, 2 xfailed"
 
 
 def test_a_file_that_skips_itself_is_a_failure_too(tmp_path: Path) -> None:

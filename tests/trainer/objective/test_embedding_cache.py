@@ -143,6 +143,23 @@ def test_one_bit_of_a_model_makes_every_entry_another(
     assert (work.images, work.texts) == (16, 18)
 
 
+def test_other_merges_of_a_tokenizer_make_every_text_another(
+    demo: DemoPaths, photos: Path, tmp_path: Path, work: Work
+) -> None:
+    """The vocabulary stays: the same words are only cut into other tokens of it."""
+    _fill(open_base(demo.model), _open(photos), tmp_path / "cache")
+    shutil.copytree(demo.model, tmp_path / "model")
+    for merges in (tmp_path / "model").glob("tokenizer*/merges.txt"):
+        head, *rules = merges.read_text().splitlines()
+        merges.write_text("\n".join([head, *reversed(rules)]) + "\n")
+    other = open_base(tmp_path / "model")
+    assert other.tokenizers[0].get_vocab() == open_base(demo.model).tokenizers[0].get_vocab()
+    _fill(other, _open(photos), tmp_path / "cache")
+    assert (work.images, work.texts) == (8, 18)
+    _fill(open_base(tmp_path / "model"), _open(photos), tmp_path / "cache")
+    assert (work.images, work.texts) == (8, 18)
+
+
 def test_what_can_not_be_cached_rightly_is_not_and_says_so(
     base: BaseModel, photos: Path, tmp_path: Path, work: Work
 ) -> None:

@@ -250,10 +250,26 @@ def test_a_resume_counts_the_steps_that_the_state_has_taken_in(
     Engine(tmp_path, optimizer={"name": name}).train()
     again = Engine(tmp_path, optimizer={"name": name})
     assert again.position.step == 6
-    told = check_resumed(again.optimizer, again.position.step, 0)
+    told = check_resumed(again.optimizer, again.position.step, 0, again.position.step)
     assert told == "optimizer state of 6 steps, as in the checkpoint's manifest"
     with pytest.raises(NumericalError, match=r"of step 6, .* taken in 5 gradients, but has 6"):
-        check_resumed(again.optimizer, again.position.step, 1)
+        check_resumed(again.optimizer, again.position.step, 1, again.position.step - 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_that_warms_up_from_rate_0_is_resumed_with_every_step_of_its_state(
+    name: OptimizerName,
+) -> None:
+    buffers = buffers_of()
+    optimizer = build_optimizer(buffers, Optimizer(name=name))
+    first, *others = gradients(3, buffers.numel)
+    run(buffers, optimizer, [first], 0.0)
+    run(buffers, optimizer, others, 1e-2)
+    # Prodigy returns before it counts a step whose rate is 0; the others count each step.
+    assert optimizer.steps_done == (2 if name == "prodigy" else 3)
+    assert check_resumed(optimizer, 3, 0, moved=2)
+    with pytest.raises(NumericalError, match="taken in 4 gradients"):
+        check_resumed(optimizer, 4, 0, moved=4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -266,7 +282,7 @@ def test_a_resume_that_leaves_the_optimizer_as_new_is_refused(
     again = Engine(tmp_path, optimizer={"name": name})
     assert again.position.step == 6
     with pytest.raises(NumericalError, match="should have taken in 6 gradients, but has 0"):
-        check_resumed(again.optimizer, again.position.step, 0)
+        check_resumed(again.optimizer, again.position.step, 0, again.position.step)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -317,12 +333,12 @@ def test_steps_that_the_loss_scaler_left_out_are_not_expected_of_the_optimizer(
     skipped = int(again.scaler.skipped)
     assert skipped >= 1
     assert again.optimizer.steps_done == 6 - skipped
-    assert check_resumed(again.optimizer, 6, skipped)
+    assert check_resumed(again.optimizer, 6, skipped, 6 - skipped)
 
 
 def resume_and_check(path: Path, name: OptimizerName) -> None:
     again = Engine(path, optimizer={"name": name})
-    check_resumed(again.optimizer, again.position.step, 0)
+    check_resumed(again.optimizer, again.position.step, 0, again.position.step)
 
 
 def test_a_rate_that_prodigy_would_drown_in_is_told() -> None:

@@ -61,7 +61,7 @@ def check_fresh_adapter(buffers: AdapterBuffers, modules: Sequence[AdapterModule
             )
 
 
-def check_resumed(optimizer: AdapterOptimizer, step: int, skipped: int) -> str:
+def check_resumed(optimizer: AdapterOptimizer, step: int, skipped: int, moved: int) -> str:
     """Check that the optimizer has every step that the checkpoint's manifest counts.
 
     An optimizer that starts from zero is refused before it moves a weight: its first steps are
@@ -71,6 +71,7 @@ def check_resumed(optimizer: AdapterOptimizer, step: int, skipped: int) -> str:
         optimizer: The restored optimizer.
         step: Optimizer steps of the manifest.
         skipped: Steps among them that the loss scaler left out.
+        moved: Steps among them at a rate above 0, at least; warm-up begins with a rate of 0.
 
     Returns:
         The line to log.
@@ -79,7 +80,8 @@ def check_resumed(optimizer: AdapterOptimizer, step: int, skipped: int) -> str:
         NumericalError: The counts differ.
     """
     done, wanted = optimizer.steps_done, step - skipped
-    if done != wanted:
+    counted = {wanted, moved} if optimizer.ignores_zero_rate else {wanted}
+    if done not in counted:
         raise NumericalError(
             f"the checkpoint is of step {step}, and the optimizer's state should have taken in "
             f"{wanted} gradients, but has {done}: it was not saved with the checkpoint, or not "

@@ -5,6 +5,7 @@ file's bytes and the view of it, or the caption; the model's weights bit by bit,
 library versions; and every other field that declares an effect on pixels or text.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from transformers import CLIPTokenizer
 
 from kubelora_api.decides import Effect, KeyPart, in_key, select
 from kubelora_api.schema import JsonObject
@@ -22,7 +24,7 @@ from kubelora_trainer.objective.tensor_store import TensorStore, key_of, module_
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 """Increment it when the code that prepares images or text changes its output."""
 _LATENT_PACKAGES = ("torch", "diffusers", "pillow")
 _TEXT_PACKAGES = ("torch", "transformers")
@@ -182,7 +184,7 @@ def _vae_model(base: BaseModel) -> str:
 def _text_model(base: BaseModel) -> str:
     tokenizers = [
         {
-            "vocabulary": key_of("vocabulary", tokenizer.get_vocab()),
+            "rules": _rules(tokenizer),
             "pad": tokenizer.pad_token_id,
             "length": tokenizer.model_max_length,
         }
@@ -198,6 +200,13 @@ def _text_model(base: BaseModel) -> str:
             **_place(base, _TEXT_PACKAGES),
         },
     )
+
+
+def _rules(tokenizer: CLIPTokenizer) -> str:
+    """Hash how the tokenizer cuts text: vocabulary, merges and normalisation."""
+    rules: JsonObject = json.loads(tokenizer.backend_tokenizer.to_str())
+    # Set by each call, not by the tokenizer's files.
+    return key_of("tokenizer", {**rules, "truncation": None, "padding": None})
 
 
 def _config(config: Mapping[str, object]) -> dict[str, str]:

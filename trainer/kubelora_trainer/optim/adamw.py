@@ -28,6 +28,7 @@ class FlatAdamW:
     """
 
     own_rate = 1.0
+    ignores_zero_rate = False
     shadow_decay = None
 
     def __init__(

@@ -33,6 +33,10 @@ class AdapterOptimizer(Protocol):
         """Factor that the optimizer itself applies to the scheduled rate: 1, except for Prodigy."""
 
     @property
+    def ignores_zero_rate(self) -> bool:
+        """Whether a step at rate 0 leaves the state as it was, its step counter included."""
+
+    @property
     def state_text(self) -> str:
         """Format of the state, for people."""
 

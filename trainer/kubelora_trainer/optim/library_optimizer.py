@@ -36,6 +36,7 @@ class LibraryState:
         first: Key of the first moment, if it is stored per element in fp32.
         second: Key of the second moment, if it is stored per element in fp32.
         damping: Denominator of the step, from a parameter group and the number of steps done.
+        ignores_zero_rate: Whether the library's step does nothing at rate 0, not even count.
     """
 
     text: str
@@ -44,6 +45,7 @@ class LibraryState:
     first: str | None = None
     second: str | None = None
     damping: Callable[[Mapping[str, Any], int], Damping] | None = None
+    ignores_zero_rate: bool = False
 
 
 class LibraryOptimizer:
@@ -68,6 +70,7 @@ class LibraryOptimizer:
         self._buffers, self._library, self._state = buffers, library, state
         self._eight_bits = eight_bits
         self.state_text, self.state_bytes = state.text, state_bytes
+        self.ignores_zero_rate = state.ignores_zero_rate
         self._moments: dict[str, Tensor] = {
             name: torch.zeros(buffers.numel, dtype=torch.float32, device=buffers.masters.device)
             for name in (state.first, state.second)

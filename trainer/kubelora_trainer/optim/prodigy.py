@@ -49,6 +49,7 @@ def build_prodigy(
         second="exp_avg_sq",
         # Prodigy scales gradients and eps by d; bias correction is part of its learning rate.
         damping=lambda group, steps: Damping(eps=group["d"] * group["eps"], correction=1.0),
+        ignores_zero_rate=True,  # its estimate divides by a sum that the rate multiplies
     )
     copies = 4 if first else 3  # moments, the first weights, the sum behind the estimate
     cost = copies * buffers.masters.itemsize

@@ -48,7 +48,7 @@ class RestoredOptimizer(Detector):
         """Compare the two counts."""
         if start.reason == "new":
             return NOTHING
-        held = check_resumed(start.optimizer, start.step, start.skipped)
+        held = check_resumed(start.optimizer, start.step, start.skipped, start.moved)
         return Judgement(lines=(f"contract: {held}",) if start.reason == "resumed" else ())
 
 
