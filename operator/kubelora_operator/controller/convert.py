@@ -63,13 +63,17 @@ def child_from(document: JsonObject, job: str, uid: str) -> Child | None:
     )
 
 
-def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
+def pod_from(document: JsonObject, job: str, uid: str, owners: frozenset[str]) -> TrainerPod | None:
     """Convert a pod of one of the job's children; None if it does not belong to the job.
+
+    A pod whose owner has the name but not the uid of a known Job is believed nothing but that it
+    lives: it is a forgery, or left by a Job that was deleted before its uid was recorded.
 
     Args:
         document: The pod.
         job: Name of the LoraTrainingJob.
         uid: Its uid.
+        owners: uids of the job's children.
     """
     metadata, status = _part(document, "metadata"), _part(document, "status")
     owner = next((o for o in _owners(document) if o.get("kind") == "Job"), None)
@@ -87,7 +91,7 @@ def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
     state = container.get("state") or {}
     ended, running = state.get("terminated") or {}, state.get("running") or {}
     final, message = parse_termination_message(str(ended.get("message") or ""), uid, attempt)
-    return TrainerPod(
+    pod = TrainerPod(
         name=str(metadata.get("name", "")),
         uid=str(metadata.get("uid", "")),
         attempt=attempt,
@@ -110,6 +114,27 @@ def pod_from(document: JsonObject, job: str, uid: str) -> TrainerPod | None:
         else None,
         final=final,
         termination_message=message,
+    )
+    if owner and owner.get("uid") in owners:
+        return pod
+    return _stranger(pod) if pod.live else None
+
+
+def _stranger(pod: TrainerPod) -> TrainerPod:
+    """Return what is believed of a live pod whose Job is unknown: that it lives."""
+    message = (
+        f"pod {pod.name} belongs to a Job that does not exist any more; Kubernetes deletes it, and "
+        "the job continues after that"
+    )
+    return TrainerPod(
+        pod.name,
+        pod.uid,
+        pod.attempt,
+        phase=pod.phase,
+        deleting=pod.deleting,
+        delete_by=pod.delete_by,
+        node_name=pod.node_name,
+        waiting=Explanation("UnknownOwner", message),
     )
 
 

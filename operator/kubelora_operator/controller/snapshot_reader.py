@@ -7,6 +7,7 @@ operator holds no state that a restart could lose.
 import asyncio
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from typing import Final
 
 import aiohttp
 from pydantic import ValidationError
@@ -25,8 +26,15 @@ from kubelora_operator.controller.convert import (
     pod_from,
     warning_from,
 )
-from kubelora_operator.decision.conditions import parse_time
+from kubelora_operator.decision.conditions import (
+    COMPLETE,
+    FAILED,
+    RESTARTING,
+    SUSPENDED,
+    parse_time,
+)
 from kubelora_operator.decision.snapshot import (
+    Child,
     Explanation,
     NodeState,
     Snapshot,
@@ -36,6 +44,9 @@ from kubelora_operator.decision.snapshot import (
     reporting_pod,
 )
 from kubelora_operator.kube.client import ApiError, Cluster
+
+_ENDED: Final = (COMPLETE, FAILED, RESTARTING, SUSPENDED)
+"""Conditions with which the current attempt's Job may be gone."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +82,16 @@ class SnapshotReader:
         raw_children, raw_pods = await asyncio.gather(
             self._cluster.children_of(namespace, uid), self._cluster.pods_of(namespace, uid)
         )
-        children = tuple(c for d in raw_children if (c := child_from(d, name, uid)))
-        pods = tuple(
-            p for d in sorted(raw_pods, key=_creation_time) if (p := pod_from(d, name, uid))
-        )
         job, problems = parse_resource(document)
         status = parse_status(document)
+        children = tuple(c for d in raw_children if (c := child_from(d, name, uid)))
+        children += await self._unlisted(namespace, name, uid, status, children)
+        owners = frozenset(c.uid for c in children) | (
+            {status.child_uid} if status.child_uid else set()
+        )
+        pods = tuple(
+            p for d in sorted(raw_pods, key=_creation_time) if (p := pod_from(d, name, uid, owners))
+        )
         snapshot = Snapshot(
             namespace=namespace,
             name=name,
@@ -111,6 +126,33 @@ class SnapshotReader:
             if config_map is None or not owned_by(config_map, uid):
                 return frozenset(found)
             found.add(attempt)
+
+    async def _unlisted(
+        self,
+        namespace: str,
+        name: str,
+        uid: str,
+        status: JobStatus,
+        listed: tuple[Child, ...],
+    ) -> tuple[Child, ...]:
+        """Return the current attempt's Job if the list lacks it although it exists.
+
+        The list is selected by labels, which anyone can change; only the name says that it is gone.
+
+        Args:
+            namespace: Namespace of the job.
+            name: Name of the job.
+            uid: Its uid.
+            status: Its status.
+            listed: The Jobs that were found by their labels.
+        """
+        attempt = status.attempt
+        ended = any(c.status == "True" and c.type in _ENDED for c in status.conditions)
+        if attempt == 0 or ended or any(c.attempt == attempt for c in listed):
+            return ()
+        document = await self._cluster.get_child(namespace, child_name(name, uid, attempt))
+        child = child_from(document, name, uid) if document else None
+        return (child,) if child else ()
 
     async def _with_nodes(
         self, pods: tuple[TrainerPod, ...], now: datetime

@@ -8,6 +8,7 @@ from kubelora_api.schema import JsonObject
 from kubelora_operator.controller.convert import child_from, pod_from, warning_from
 from tests.operator.world import UID
 
+OWNERS = frozenset({"j"})
 OWNER = {"kind": "LoraTrainingJob", "name": "bottles", "uid": UID, "controller": True}
 
 
@@ -66,7 +67,7 @@ def unscheduled(message: str) -> JsonObject:
     ],
 )
 def test_why_a_pod_does_not_run(status: JsonObject, reason: str, words: str) -> None:
-    found = pod_from(pod(status), "bottles", UID)
+    found = pod_from(pod(status), "bottles", UID, OWNERS)
     assert found is not None
     assert found.waiting is not None
     assert found.waiting.reason == reason
@@ -74,14 +75,26 @@ def test_why_a_pod_does_not_run(status: JsonObject, reason: str, words: str) -> 
 
 
 def test_a_pod_whose_owner_is_not_one_of_our_jobs_is_not_ours() -> None:
-    assert pod_from(pod({}, owner="other-0b5e7-2"), "bottles", UID) is None
-    assert pod_from({"metadata": {"name": "p"}}, "bottles", UID) is None
+    assert pod_from(pod({}, owner="other-0b5e7-2"), "bottles", UID, OWNERS) is None
+    assert pod_from({"metadata": {"name": "p"}}, "bottles", UID, OWNERS) is None
+
+
+def test_a_pod_of_an_unknown_job_is_believed_nothing_but_that_it_lives() -> None:
+    ended = {"terminated": {"exitCode": 0, "message": "done"}}
+    status = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": ended}]}
+    status["podIP"] = "10.0.0.9"
+    found = pod_from(pod(status), "bottles", UID, frozenset({"another"}))
+    assert found is not None
+    assert (found.live, found.exit_code, found.address, found.running) == (True, None, None, False)
+    assert found.waiting is not None
+    assert found.waiting.reason == "UnknownOwner"
+    assert pod_from(pod(status | {"phase": "Failed"}), "bottles", UID, frozenset()) is None
 
 
 def test_how_a_container_ended() -> None:
     ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": "last\x00 line"}}
     status = {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": ended}]}
-    found = pod_from(pod(status), "bottles", UID)
+    found = pod_from(pod(status), "bottles", UID, OWNERS)
     assert found is not None
     assert (found.attempt, found.exit_code, found.out_of_memory, found.live) == (
         2,

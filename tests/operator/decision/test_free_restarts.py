@@ -10,6 +10,7 @@ from kubelora_operator.controller.convert import pod_from
 from kubelora_operator.decision.decide import decide
 from kubelora_operator.decision.failure import RestartCost, classify_failure
 from kubelora_operator.decision.snapshot import Explanation
+from tests.operator.controller.test_convert import OWNERS
 from tests.operator.controller.test_convert import pod as pod_document
 from tests.operator.decision.test_decide_accounts import running_world, told
 from tests.operator.decision.test_gang import FAILED, ended, gang
@@ -44,7 +45,7 @@ def test_what_a_node_did_to_a_pod_is_free_and_names_the_nodes_reason(
         {"phase": "Failed", "reason": reason, "message": message, "containerStatuses": containers},
         owner="bottles-0b5e7-1",
     )
-    pod = pod_from(document, "bottles", UID)
+    pod = pod_from(document, "bottles", UID, OWNERS)
     assert pod is not None
     failure = classify_failure(gang(pod), FAILED)
     assert (failure.cost, failure.explanation.reason) == (RestartCost.FREE, "NodeFailure")

@@ -12,6 +12,7 @@ from kubelora_operator.controller.convert import pod_from
 from kubelora_operator.decision.decide import decide
 from kubelora_operator.decision.failure import RestartCost, classify_failure
 from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, TrainerPod
+from tests.operator.controller.test_convert import OWNERS
 from tests.operator.controller.test_convert import pod as pod_document
 from tests.operator.world import START, World, condition, make_snapshot, spec
 
@@ -157,6 +158,6 @@ def test_a_pods_index_and_end_are_read_from_what_the_cluster_says() -> None:
         }
     )
     document["metadata"]["annotations"] = {"batch.kubernetes.io/job-completion-index": "1"}
-    found = pod_from(document, "bottles", "0b5e7a10-1111-4222-8333-944455556666")
+    found = pod_from(document, "bottles", "0b5e7a10-1111-4222-8333-944455556666", OWNERS)
     assert found is not None
     assert (found.index, found.ended) == (1, START + timedelta(seconds=7))

@@ -9,6 +9,7 @@ import pytest
 from kubelora_operator.controller.convert import node_state_from, pod_from
 from kubelora_operator.decision.decide import decide
 from kubelora_operator.decision.snapshot import NodeState, Snapshot, TrainerPod
+from tests.operator.controller.test_convert import OWNERS
 from tests.operator.controller.test_convert import pod as pod_document
 from tests.operator.decision.test_decide_accounts import told
 from tests.operator.decision.test_running import FIRST, JOB, POD, view
@@ -120,7 +121,7 @@ def test_a_pods_deadline_is_its_deletion_timestamp_which_includes_the_grace_peri
     document = pod_document({"phase": "Running"})
     document["metadata"]["deletionTimestamp"] = "2026-03-01T12:00:00Z"
     document["spec"] = {"nodeName": "gpu-3"}
-    found = pod_from(document, "bottles", UID)
+    found = pod_from(document, "bottles", UID, OWNERS)
     assert found is not None
     assert (found.delete_by, found.node_name) == (START, "gpu-3")
     assert not found.overdue(START - timedelta(seconds=1))

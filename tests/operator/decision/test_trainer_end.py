@@ -10,6 +10,7 @@ from kubelora_api.status import Artifact
 from kubelora_operator.controller.convert import pod_from
 from kubelora_operator.decision.decide import decide
 from kubelora_operator.decision.snapshot import Explanation, TrainerPod
+from tests.operator.controller.test_convert import OWNERS
 from tests.operator.controller.test_convert import pod as pod_document
 from tests.operator.decision.test_gang import FAILED, gang, running
 from tests.operator.world import START, UID, World, condition, truth
@@ -110,7 +111,7 @@ def test_the_trainers_own_state_is_read_from_a_pod_with_other_containers() -> No
             ],
         }
     )
-    found = pod_from(document, "bottles", UID)
+    found = pod_from(document, "bottles", UID, OWNERS)
     assert found is not None
     assert (found.exit_code, found.live, found.writing, found.running) == (0, True, False, False)
 
