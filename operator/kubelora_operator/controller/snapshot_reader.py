@@ -137,7 +137,8 @@ class SnapshotReader:
     ) -> tuple[Child, ...]:
         """Return the current attempt's Job if the list lacks it although it exists.
 
-        The list is selected by labels, which anyone can change; only the name says that it is gone.
+        The list is selected by labels, which anyone can change; only the name shows that the Job is
+        gone.
 
         Args:
             namespace: Namespace of the job.
