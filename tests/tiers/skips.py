@@ -11,9 +11,10 @@ from collections.abc import Generator
 from typing import Any, NoReturn
 
 import pytest
+from _pytest.outcomes import Skipped  # pytest exports it only as an attribute of pytest.skip
 
 
-class NotApplicable(pytest.skip.Exception):
+class NotApplicable(Skipped):
     """The skip of a test whose case can't occur on this machine."""
 
 
