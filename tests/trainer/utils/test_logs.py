@@ -20,14 +20,16 @@ LIBRARY = logging.getLogger("somebodys.library")
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     root, own = logging.getLogger(), logging.getLogger("kubelora_trainer")
-    handlers, level = list(root.handlers), own.level
+    handlers, level, root_level = list(root.handlers), own.level, root.level
     yield
     root.handlers[:] = handlers
+    root.setLevel(root_level)
     own.setLevel(level)
     logging.captureWarnings(False)
 
 
 def test_a_terminal_shows_sentences_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger().setLevel(logging.INFO)  # as a library might have left it
     configure_logging("plain")
     LOGGER.info("caption :smile: holds 100% [bold]marks[/bold]")
     LOGGER.warning("port 9464 is taken")
