@@ -499,7 +499,7 @@ RIGHT: dict[str, Document] = {
             "flip": 0.5,
             "cache": "pvc://scratch/cache",
             "repeats": 4,
-            "columns": {"caption": "en", "category": "product"},
+            "columns": {"image": "photo", "caption": "en", "category": "product"},
             "extraSources": [
                 {"uri": "hf://org/photos@main", "repeats": 2, "category": "cans"},
                 {

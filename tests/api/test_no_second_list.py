@@ -6,7 +6,7 @@ they are written by hand; a name without its row, or a row without its name, fai
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, get_args
@@ -15,8 +15,8 @@ import pytest
 
 from kubelora_api import metrics, names, thresholds
 from kubelora_api.claims import claims_of, inputs_of
-from kubelora_api.dataset_spec import Source
-from kubelora_api.decides import Decides
+from kubelora_api.dataset_spec import Dataset, Source
+from kubelora_api.decides import Decides, declarations
 from kubelora_api.pod import SetByOperator
 from kubelora_api.schema import unwrap
 from kubelora_api.spec import JobSpec, Model, Output, Tracking
@@ -40,6 +40,7 @@ from kubelora_trainer.telemetry.step_metrics import (
     StepNumbers,
 )
 from kubelora_trainer.training.setup import TEXT_PARTS
+from tests.api.contract_documents import RIGHT
 from tests.trainer.fixtures.jobs import job_spec
 
 ROOT = Path(__file__).parents[2]
@@ -160,6 +161,28 @@ def test_every_place_that_a_job_reads_is_found_by_its_type() -> None:
         "health.baseline": "pvc://i",
     }
     assert claims_of(spec) == {**dict.fromkeys("abcdeghi", True), "f": False, "j": False}
+
+
+def _paths(value: object, above: str = "") -> Iterator[str]:
+    """Paths of a document's fields, without list indices."""
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield f"{above}{name}"
+            yield from _paths(below, f"{above}{name}.")
+    elif isinstance(value, list):
+        for item in value:
+            yield from _paths(item, above)
+
+
+def test_every_field_of_the_dataset_is_documented_and_in_a_valid_document() -> None:
+    fields_of_it = {f"dataset.{path}" for path, _ in declarations(Dataset)}
+    assert len(fields_of_it) > 20
+    written = {path for document in RIGHT.values() for path in _paths(document["spec"])}
+    assert not fields_of_it - written
+    pages = "".join((ROOT / "docs" / page).read_text() for page in ("data.md", "trainer.md"))
+    code = " ".join(re.findall(r"```.*?```|`[^`\n]+`", pages, re.DOTALL))
+    names_in_code = set(re.findall(r"\w+", code))
+    assert not {path for path in fields_of_it if path.split(".")[-1] not in names_in_code}
 
 
 SAMPLE = Sample(

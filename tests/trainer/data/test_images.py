@@ -14,7 +14,8 @@ from PIL import Image, ImageCms
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size, covering_size
 from kubelora_trainer.data.cropping import crop_image
-from kubelora_trainer.data.images import BadImageError, Conversion, decode_image
+from kubelora_trainer.data.images import BadImageError, Conversion
+from tests.trainer.fixtures.decoding import decode
 
 
 def _save(image: Image.Image, path: Path, **arguments: Any) -> Path:
@@ -23,7 +24,7 @@ def _save(image: Image.Image, path: Path, **arguments: Any) -> Path:
 
 
 def _pixel(path: Path, x: int = 0, y: int = 0) -> tuple[int, ...]:
-    image = decode_image(path).image
+    image = decode(path).image
     assert image.mode == "RGB"
     pixel = image.getpixel((x, y))
     assert isinstance(pixel, tuple)
@@ -40,7 +41,7 @@ def test_transparent_pixels_lie_on_white(tmp_path: Path) -> None:
     """Half transparent red on white is (255, 127 or 128, 127 or 128)."""
     path = _save(Image.new("RGBA", (4, 4), (255, 0, 0, 128)), tmp_path / "a.png")
     assert _pixel(path) == pytest.approx((255, 127.5, 127.5), abs=1)
-    assert decode_image(path).conversions == (Conversion("transparency", "composited on #ffffff"),)
+    assert decode(path).conversions == (Conversion("transparency", "composited on #ffffff"),)
 
 
 def test_palettes_with_a_transparent_colour_grey_and_bilevel_are_converted(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_the_profile_of_srgb_changes_nothing_and_a_broken_one_is_noted(tmp_path:
     assert _pixel(_save(image, tmp_path / "a.png", icc_profile=profile)) == (200, 100, 50)
     broken = _save(image, tmp_path / "b.png", icc_profile=b"nonsense")
     assert _pixel(broken) == (200, 100, 50)
-    assert decode_image(broken).conversions == (Conversion("unusable colour profile", "ignored"),)
+    assert decode(broken).conversions == (Conversion("unusable colour profile", "ignored"),)
 
 
 def test_a_profile_of_a_wider_space_is_followed(demo: DemoPaths, tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_the_camera_orientation_is_applied(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     path = _save(image, tmp_path / "a.png", exif=exif)
-    assert decode_image(path).image.size == (10, 30)
+    assert decode(path).image.size == (10, 30)
     assert _pixel(path, 5, 2) == (255, 255, 255)
     assert _pixel(path, 5, 25) == (0, 0, 0)
 
@@ -127,7 +128,7 @@ def test_every_orientation_is_turned_upright_and_told_in_every_format(
         exif=exif,
         **(exact if form in ("webp", "jpg") else {}),
     )
-    decoded = decode_image(path)
+    decoded = decode(path)
     assert decoded.image.size == (64, 48)
     for place, wanted in (((4, 4), (0, 255, 0)), ((60, 4), (0, 0, 255)), ((4, 44), (255, 0, 0))):
         assert _pixel(path, *place) == pytest.approx(wanted, abs=3)
@@ -138,8 +139,8 @@ def test_an_orientation_that_there_is_not_turns_nothing_and_tells_nothing(tmp_pa
     exif = Image.Exif()
     exif[0x0112] = 9
     path = _save(Image.new("RGB", (8, 4)), tmp_path / "a.jpg", exif=exif)
-    assert decode_image(path).image.size == (8, 4)
-    assert decode_image(path).conversions == ()
+    assert decode(path).image.size == (8, 4)
+    assert decode(path).conversions == ()
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -166,7 +167,7 @@ def test_a_profile_is_followed_from_16_bits_as_from_8(demo: DemoPaths, tmp_path:
         image = Image.fromarray(np.full((4, 4), values))
         path = _save(image, tmp_path / f"{name}.png", icc_profile=profile)
         assert _pixel(path) == (77, 77, 77)
-        problems = [c.problem for c in decode_image(path).conversions]
+        problems = [c.problem for c in decode(path).conversions]
         assert problems[-1] == "unusable colour profile"
 
 
@@ -175,9 +176,9 @@ def test_the_transparent_value_of_a_16_bit_gray_image_lies_on_the_background_and
 ) -> None:
     values = np.array([[0, 65535, 257]], dtype=np.uint16)
     path = _save(Image.fromarray(values), tmp_path / "a.png", transparency=0)
-    image = decode_image(path, "#102030").image
+    image = decode(path, background="#102030").image
     assert [image.getpixel((x, 0)) for x in range(3)] == [(16, 32, 48), (255,) * 3, (1,) * 3]
-    mask = decode_image(path, alpha="mask").mask
+    mask = decode(path, alpha="mask").mask
     assert mask is not None
     assert list(mask.tobytes()) == [0, 255, 255]
 
@@ -197,19 +198,17 @@ def test_the_limit_is_300_megapixels_and_no_lower_one(tmp_path: Path) -> None:
     with pytest.raises(
         BadImageError, match=r"17321 x 17321 pixels, more than 300,000,000"
     ) as above:
-        decode_image(tmp_path / "above.png")
+        decode(tmp_path / "above.png")
     assert above.value.problem == "too many pixels"
     with pytest.raises(BadImageError, match="truncated"):
-        decode_image(tmp_path / "below.png")
+        decode(tmp_path / "below.png")
 
 
 def test_the_first_frame_of_several_is_used_and_noted(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     path = _save(frames[0], tmp_path / "a.tif", save_all=True, append_images=frames[1:])
     assert _pixel(path) == (255, 0, 0)
-    assert decode_image(path).conversions == (
-        Conversion("several frames", "the first of 2 is used"),
-    )
+    assert decode(path).conversions == (Conversion("several frames", "the first of 2 is used"),)
 
 
 def _jpeg(size: int = 200) -> bytes:
@@ -240,13 +239,13 @@ def _jpeg(size: int = 200) -> bytes:
 def test_a_bad_file_gives_its_reason(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "a.jpg").write_bytes(content)
     with pytest.raises(BadImageError, match=reason):
-        decode_image(tmp_path / "a.jpg")
+        decode(tmp_path / "a.jpg")
 
 
 def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
     path = _save(Image.new("F", (4, 4), 0.5), tmp_path / "a.tif")
     with pytest.raises(BadImageError, match="floating-point"):
-        decode_image(path)
+        decode(path)
 
 
 @pytest.mark.parametrize(
@@ -290,11 +289,11 @@ def test_transparency_lies_on_the_chosen_colour_and_opaque_alpha_is_no_conversio
 ) -> None:
     """A quarter of red over black: (64, 0, 0)."""
     path = _save(Image.new("RGBA", (4, 4), (255, 0, 0, 64)), tmp_path / "a.png")
-    decoded = decode_image(path, "#000000")
+    decoded = decode(path, background="#000000")
     assert decoded.image.getpixel((0, 0)) == pytest.approx((64, 0, 0), abs=1)
     assert decoded.conversions == (Conversion("transparency", "composited on #000000"),)
     opaque = _save(Image.new("RGBA", (4, 4), (9, 8, 7, 255)), tmp_path / "b.png")
-    assert decode_image(opaque).conversions == ()
+    assert decode(opaque).conversions == ()
     assert _pixel(opaque) == (9, 8, 7)
 
 
@@ -306,11 +305,11 @@ def test_each_conversion_is_told(tmp_path: Path) -> None:
     grey = _save(Image.new("L", (4, 4)), tmp_path / "c.png")
     deep = _save(Image.fromarray(np.zeros((4, 4), np.uint16)), tmp_path / "d.png")
     palette = _save(Image.new("P", (4, 4)), tmp_path / "e.png")
-    assert decode_image(turned).conversions == (Conversion("EXIF orientation", "turned upright"),)
-    assert decode_image(cmyk).conversions == (Conversion("CMYK", "converted to RGB"),)
-    assert decode_image(grey).conversions == (Conversion("grayscale", "converted to RGB"),)
-    assert decode_image(deep).conversions == (Conversion("16 bits", "scaled to 8 bits"),)
-    assert decode_image(palette).conversions == (Conversion("palette", "converted to RGB"),)
+    assert decode(turned).conversions == (Conversion("EXIF orientation", "turned upright"),)
+    assert decode(cmyk).conversions == (Conversion("CMYK", "converted to RGB"),)
+    assert decode(grey).conversions == (Conversion("grayscale", "converted to RGB"),)
+    assert decode(deep).conversions == (Conversion("16 bits", "scaled to 8 bits"),)
+    assert decode(palette).conversions == (Conversion("palette", "converted to RGB"),)
 
 
 def test_a_profile_is_followed_under_transparency_too(demo: DemoPaths, tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size
 from kubelora_trainer.data.cropping import crop_image
 from kubelora_trainer.data.dataset import ImageDataset, build_dataset
-from kubelora_trainer.data.images import BadImageError, Conversion, decode_image
+from kubelora_trainer.data.images import BadImageError, Conversion
 from kubelora_trainer.models.pipeline import BaseModel
 from kubelora_trainer.objective.embedding_cache import build_cache
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective
+from tests.trainer.fixtures.decoding import decode
 from tests.trainer.fixtures.jobs import job_spec, open_base
 
 EXIF_ORIENTATION = 0x0112
@@ -44,7 +45,7 @@ def test_each_latent_counts_by_the_mean_opacity_of_its_8_by_8_pixels(tmp_path: P
     """64 x 64 at 64 x 64; opaque up to column 28: three latents whole and half of the fourth."""
     opacity = np.zeros((64, 64))
     opacity[:, :28] = 255
-    decoded = decode_image(_picture(tmp_path / "a.png", opacity), alpha="mask")
+    decoded = decode(_picture(tmp_path / "a.png", opacity), alpha="mask")
     assert Conversion("loss mask", "taken from its transparency") in decoded.conversions
     mask = crop_image(decoded.image, Size(64, 64), 0.5, 0.5, mask=decoded.mask).mask
     assert mask is not None
@@ -64,7 +65,7 @@ def test_the_mask_is_cut_and_mirrored_as_the_pixels_are(
     path = tmp_path / "a.png"
     Image.fromarray(np.dstack([ramp, ramp, ramp, ramp])).save(path)
     grey = Image.fromarray(ramp).convert("RGB")
-    decoded = decode_image(path, alpha="mask")
+    decoded = decode(path, alpha="mask")
     cut = crop_image(grey, target, across, down, mirrored=mirrored, mask=decoded.mask)
     assert cut.mask is not None
     brightness = (cut.pixels[:1] + 1) / 2
@@ -79,7 +80,7 @@ def test_the_mask_is_turned_upright_with_the_image(tmp_path: Path) -> None:
     exif = picture.getexif()
     exif[EXIF_ORIENTATION] = 6
     picture.save(tmp_path / "b.png", exif=exif)
-    decoded = decode_image(tmp_path / "b.png", alpha="mask")
+    decoded = decode(tmp_path / "b.png", alpha="mask")
     assert decoded.mask is not None
     mask = np.asarray(decoded.mask)
     assert (mask[:32] == 255).all()
@@ -90,11 +91,11 @@ def test_an_opaque_image_has_no_mask_and_a_wholly_transparent_one_is_refused(
     tmp_path: Path,
 ) -> None:
     opaque = _picture(tmp_path / "a.png", np.full((16, 16), 255))
-    assert decode_image(opaque, alpha="mask").mask is None
+    assert decode(opaque, alpha="mask").mask is None
     clear = _picture(tmp_path / "b.png", np.zeros((16, 16)))
-    assert decode_image(clear).mask is None
+    assert decode(clear).mask is None
     with pytest.raises(BadImageError, match="fully transparent"):
-        decode_image(clear, alpha="mask")
+        decode(clear, alpha="mask")
 
 
 def _photos(folder: Path) -> Path:

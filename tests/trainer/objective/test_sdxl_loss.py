@@ -16,11 +16,11 @@ from kubelora_api.spec import Adapter
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size
 from kubelora_trainer.data.cropping import crop_image
-from kubelora_trainer.data.images import decode_image
 from kubelora_trainer.lora.adapter import AdapterModule, add_adapter
 from kubelora_trainer.models.pipeline import BaseModel, load_base_model
 from kubelora_trainer.objective.sdxl_loss import SdxlObjective, time_ids
 from kubelora_trainer.objective.text_embeddings import encode_text
+from tests.trainer.fixtures.decoding import decode
 from tests.trainer.fixtures.jobs import fill_up_projections, job_spec, objective_on, open_base
 from tests.trainer.integration.test_interruption import arguments, in_this_process
 
@@ -66,7 +66,7 @@ def test_the_loss_is_the_sum_over_samples_of_each_ones_mean_squared_error(
     total = 0.0
     for draw in draws:
         entry = entries[draw.sample]
-        picture = decode_image(demo.photos / entry["file_name"]).image
+        picture = decode(demo.photos / entry["file_name"]).image
         square = crop_image(picture, Size(64, 64), draw.across, draw.down)
         with torch.no_grad():
             posterior = base.vae.encode(square.pixels[None]).latent_dist

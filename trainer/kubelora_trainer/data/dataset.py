@@ -130,7 +130,7 @@ class ImageDataset:
         """
         entry = self.samples[view.sample]
         try:
-            decoded = decode_image(entry.path, self.settings.background, self.settings.alpha)
+            decoded = decode_image(entry.path, self.settings)
         except BadImageError as error:
             raise DatasetError(
                 f"{entry.path} passed preflight, but now {error}. {_DO_NOT_CHANGE}"

@@ -10,10 +10,11 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageCms, ImageColor, ImageOps, UnidentifiedImageError
+
+from kubelora_api.dataset_spec import Dataset
 
 READABLE_SUFFIXES = (
     ".jpg",
@@ -46,7 +47,6 @@ IMAGE_SUFFIXES = frozenset(READABLE_SUFFIXES + OTHER_SUFFIXES + CAMERA_RAW_SUFFI
 MAX_PIXELS = 300_000_000
 """Above this a file is considered broken: 300 megapixels are 900 MB of RGB."""
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is lower; MAX_PIXELS is checked before decoding
-WHITE = "#ffffff"
 LATENT_PIXELS = 8
 """Edge, in pixels, of the square that one element of SDXL's latents covers (the VAE's factor)."""
 _OTHER_FORMAT = "which can't be read here: save it as PNG or JPEG"
@@ -63,7 +63,6 @@ _UNREADABLE = (
     ),
 )
 """First bytes of files that are often mistaken for images; the more specific patterns first."""
-AlphaUse = Literal["background", "mask"]
 _ORIENTATION = 0x0112
 """EXIF tag of the orientation; 1 is upright."""
 _NOT_UPRIGHT = range(2, 9)
@@ -103,15 +102,12 @@ class DecodedImage:
     mask: Image.Image | None = None
 
 
-def decode_image(
-    path: Path, background: str = WHITE, alpha: AlphaUse = "background"
-) -> DecodedImage:
+def decode_image(path: Path, settings: Dataset) -> DecodedImage:
     """Read and decode an image file.
 
     Args:
         path: Path of the file.
-        background: Colour, as #rrggbb, on which transparent pixels are composited.
-        alpha: Whether transparency is the loss mask too.
+        settings: All of them, so that preflight and training can't differ in one.
 
     Returns:
         The upright RGB image.
@@ -126,7 +122,7 @@ def decode_image(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _decode(content, background, alpha)
+            return _decode(content, settings)
     except BadImageError:
         raise
     except UnidentifiedImageError:
@@ -136,7 +132,7 @@ def decode_image(
         raise BadImageError(problem, f"it can't be decoded: {error}") from error
 
 
-def _decode(content: bytes, background: str, alpha: AlphaUse) -> DecodedImage:
+def _decode(content: bytes, settings: Dataset) -> DecodedImage:
     with Image.open(io.BytesIO(content)) as opened:
         if opened.width * opened.height > MAX_PIXELS:
             raise BadImageError(
@@ -156,8 +152,8 @@ def _decode(content: bytes, background: str, alpha: AlphaUse) -> DecodedImage:
             upright = Image.fromarray(65535 - np.asarray(upright).astype(np.uint16))
         if orientation in _NOT_UPRIGHT:
             conversions.append(Conversion("EXIF orientation", "turned upright"))
-        rgb, of_colour = _to_rgb(upright, profile, background)
-        mask = _loss_mask(upright) if alpha == "mask" else None
+        rgb, of_colour = _to_rgb(upright, profile, settings.background)
+        mask = _loss_mask(upright) if settings.alpha == "mask" else None
     if mask is not None:
         of_colour.append(Conversion("loss mask", "taken from its transparency"))
     digest = hashlib.sha256(content).hexdigest()

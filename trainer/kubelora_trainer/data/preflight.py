@@ -103,7 +103,7 @@ class _ImageChecker:
         """Return the sample and remarks on it. Raises BadImageError."""
         if problem := _missing_file_problem(image):
             raise BadImageError(*problem)
-        decoded = decode_image(image, self.settings.background, self.settings.alpha)
+        decoded = decode_image(image, self.settings)
         width, height = decoded.image.size
         self._check_shape(width, height)
         try:
