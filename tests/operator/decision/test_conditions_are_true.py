@@ -44,6 +44,9 @@ def check_conditions(world: World) -> None:
         assert status.progress is None or status.progress.eta is None, "a suspended job has an ETA"
     finals = [k for k in ("Complete", "Failed", "Suspended", "Restarting") if said.get(k, False)]
     assert len(finals) <= 1, finals
+    if found["over"]:
+        true = {kind for kind, holds in said.items() if holds}
+        assert true <= {"Accepted", "Complete", "Failed", "NumericallyHealthy"}, true
     assert status.observed_generation == world.generation
     held = condition(status, "Suspended").reason if said.get("Suspended", False) else ""
     for found_condition in status.conditions:
