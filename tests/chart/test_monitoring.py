@@ -141,7 +141,7 @@ def test_every_alert_links_a_section_that_is_there(helm: Helm, base: str) -> Non
     alerts = alerts_of(helm.render(with_runbooks(base)))
 
     links = {name: alert["annotations"]["runbook_url"] for name, alert in alerts.items()}
-    assert len(set(links.values())) == len(FINDINGS) + 4
+    assert len(set(links.values())) == len(links) > len(FINDINGS)
     for name, link in links.items():
         page, _, anchor = link.removeprefix("https://git.example/docs/").partition("#")
         heading = re.findall(r"^#+ (.+)$", (docs / page).read_text(), re.MULTILINE)
