@@ -6,13 +6,14 @@ precision, DoRA. The engine is tiny, everything in it is the real thing.
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kubelora_api.training_spec import OptimizerName
 from kubelora_trainer.optim.precision import PrecisionPlan
 from tests.trainer.fixtures.engine import Engine
 
@@ -30,6 +31,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"name": "prodigy", "initialRate": 1e-3, "biasCorrection": True, "safeguardWarmup": True},
     {"name": "lion"},
 ]
+assert {optimizer["name"] for optimizer in OPTIMIZERS} == set(get_args(OptimizerName))
 SCHEDULES: list[dict[str, Any]] = [
     {"name": "constant"},
     {"name": "linear"},
