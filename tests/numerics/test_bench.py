@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
+from kubelora_api.thresholds import FINDINGS
 from kubelora_api.training_spec import OptimizerName
 from tests.numerics import injections
 from tests.numerics.__main__ import Verdict, _fault_row, judge_fault, judge_healthy
@@ -62,6 +63,18 @@ def test_every_optimizer_has_a_healthy_configuration() -> None:
     specs = " ".join(str(healthy.configuration.spec) for healthy in HEALTHY)
     missing = {name for name in get_args(OptimizerName) if f"'name': '{name}'" not in specs}
     assert not missing
+
+
+WITHOUT_A_FAULT = {
+    "GradientVanished": "a zero gradient by hand: trainer/health/test_watchdog.py",
+    "LossDiverged": "losses by hand: trainer/health/detectors/test_quantities.py",
+    "RolledBack": "an action of health.policy, not a fault: a critical finding comes before it",
+}
+
+
+def test_every_finding_is_expected_by_a_fault_or_has_a_reason_not_to_be() -> None:
+    expected = {fault.expected for fault in FAULTS}
+    assert {f.finding for f in FINDINGS} - expected == set(WITHOUT_A_FAULT)
 
 
 def test_a_healthy_run_may_show_not_even_a_warning_and_must_reach_its_end() -> None:
