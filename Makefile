@@ -53,7 +53,7 @@ numerics: dev ## The fault benchmark: every fault, and each healthy configuratio
 	@OMP_NUM_THREADS=1 $(PY) -m tests.numerics
 
 .PHONY: numerics-full
-numerics-full: dev ## 5 seeds of each fault, 20 of each healthy configuration; goes on where it was ended
+numerics-full: dev ## 5 seeds of each fault, 20 of each healthy configuration; continues where it stopped
 	@OMP_NUM_THREADS=1 $(PY) -m tests.numerics --seeds 20 --fault-seeds 5 --record build/numerics.jsonl \
 	  --report docs/numerics-results.md
 
@@ -74,11 +74,11 @@ cluster-images: $(VENV)/.trainer ## Build the operator's and the trainer's image
 	@$(PY) -m tests.cluster.harness images
 
 .PHONY: cluster-down
-cluster-down: $(VENV)/.trainer ## Stop that cluster and take away all it left
+cluster-down: $(VENV)/.trainer ## Stop that cluster and remove everything it left
 	@$(PY) -m tests.cluster.harness down
 
 .PHONY: bench-trainer
-bench-trainer: $(VENV)/.trainer ## What a step, the memory and the start cost, beside a reference loop
+bench-trainer: $(VENV)/.trainer ## What a step, the memory and the start cost, compared with a reference loop
 	@$(PY) -m benchmarks.trainer
 
 .PHONY: bench-telemetry
@@ -98,7 +98,7 @@ format: dev ## Format the code
 	@$(VENV)/bin/ruff check --fix --quiet . ; $(VENV)/bin/ruff format .
 
 .PHONY: generate
-generate: dev ## Write generated files anew: the CRD, the alert rules, the metric reference
+generate: dev ## Write generated files again: the CRD, the alert rules, docs/findings.md
 	@$(PY) crds/generate.py
 	@$(PY) -m charts.generate
 

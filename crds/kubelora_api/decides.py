@@ -25,9 +25,10 @@ class Decides:
 
     effects: ``pixels``: what the VAE makes of an image, or its mask. ``text``: what the text
     encoders make of a caption. ``order``: which samples a step has, and where. ``weights``: the
-    adapter in any other way. ``norms``: how large gradient norms are, or of which layers, so that
-    runs that differ in it can't be compared by them. ``samples``: the sample images. ``nothing``:
-    none of these.
+    adapter in any other way. ``norms``: gradient norms are not comparable between runs that
+    differ in it. Not every setting that scales them is declared so: runs that differ in alpha, say,
+    are compared on purpose, with the difference in the log. ``samples``: the sample images.
+    ``nothing``: none of these in a healthy run; health.policy, say, acts only on a finding.
     held_as: parts of a cache's key that hold all of the field's effect: the image file's bytes, the
     view of it, the caption as it is encoded, the model's weights and configuration. Without one the
     field's value is part of the key.

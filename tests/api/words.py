@@ -1,7 +1,8 @@
 """Words that the product's prose avoids, and where they occur.
 
 ``python -m tests.api.words [CHECKOUT]`` prints how often each occurs. Prose is docstrings, comments
-and messages of the product's modules, descriptions of the CRD, README and the pages of docs.
+and messages of the product's modules, descriptions of the CRD, README, CONTRIBUTING, the
+Makefile and the pages of docs.
 """
 
 import ast
@@ -16,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("crds/kubelora_api", "operator/kubelora_operator", "trainer/kubelora_trainer", "charts")
-PAGES = ("README.md", "docs/*.md", "crds/*.yaml")
+PAGES = ("README.md", "CONTRIBUTING.md", "Makefile", "docs/*.md", "crds/*.yaml")
 
 # "for" in the sense of "because" is followed by a clause: a pronoun, or a noun and its verb.
 _CLAUSE = r"(it|they|there|he|she|we|you|nothing|nobody|what)\b"
