@@ -430,8 +430,8 @@ STEP_SPIKED: Final = Event(
     "the run is resumed from an earlier checkpoint, suspect the hardware.",
     reason="120 steps of the tiny model in six configurations stay below 2.4 deviations, but for "
     "Prodigy's, whose worst is 4.75 while it finds its rate. The best "
-    "possible loss goes from 1 to 0.004 with the timestep: 10,000 losses of one random timestep each "
-    "show none beyond the limit. Where all steps are alike, 8 times 0.3 is a factor of 11.",
+    "possible loss goes from 1 to 0.004 with the timestep: 10,000 losses of one random timestep "
+    "each show none beyond the limit. Where all steps are alike, 8 times 0.3 is a factor of 11.",
 )
 EVENTS: Final = (
     ROLLED_BACK,

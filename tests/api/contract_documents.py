@@ -497,6 +497,7 @@ RIGHT: dict[str, Document] = {
             "buckets": {"enabled": True, "step": 32, "minEdge": 512, "maxEdge": 1024},
             "crop": "center",
             "flip": 0.5,
+            "captionDropout": 0.1,
             "cache": "pvc://scratch/cache",
             "repeats": 4,
             "columns": {"image": "photo", "caption": "en", "category": "product"},
