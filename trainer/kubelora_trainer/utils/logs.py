@@ -89,8 +89,8 @@ def configure_logging(
         root.removeHandler(previous)
     root.addHandler(handler)
     logging.captureWarnings(True)
-    # The root logger's level is that of third-party libraries. WARNING is the default, but a library
-    # that was imported before may have changed it.
+    # The root logger's level is that of third-party libraries: WARNING by default, unless one that
+    # was imported before has changed it.
     root.setLevel(logging.WARNING)
     logging.getLogger("kubelora_trainer").setLevel(logging.WARNING if rank else logging.INFO)
     if log_format == "plain" and rank == 0:
