@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Final
 
 from kubelora_operator.controller.apply import PlanApplier, StaleSnapshotError
+from kubelora_operator.controller.create_pacer import CreatePacer, Creation
 from kubelora_operator.controller.snapshot_reader import FetchedJob, SnapshotReader, parse_status
 from kubelora_operator.controller.workqueue import WorkQueue
 from kubelora_operator.decision.decide import decide
@@ -16,6 +18,10 @@ from kubelora_operator.observability.logging import job_log_context
 from kubelora_operator.observability.metrics import OperatorMetrics
 
 log = logging.getLogger(__name__)
+_FIRST_CONFLICT: Final = 0.2
+"""Seconds: a conflict is usually gone with the next look."""
+_LONGEST_REJECTED: Final = 300.0
+"""Seconds: a refusal lasts until somebody changes a policy, a quota or the spec."""
 
 
 def utc_now() -> datetime:
@@ -33,9 +39,11 @@ class Reconciler:
         metrics: OperatorMetrics,
         poll: timedelta,
         now: Callable[[], datetime] = utc_now,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._reader, self._applier, self._metrics = reader, applier, metrics
         self._poll, self._now = poll, now
+        self._creates = CreatePacer(clock)
 
     async def work(self, queue: WorkQueue[JobKey]) -> None:
         """Process jobs from the queue forever. No failure of a job ends a worker."""
@@ -52,11 +60,11 @@ class Reconciler:
         try:
             requeue_after, rejected = await self._reconcile(key)
         except StaleSnapshotError as error:
-            log.debug("the snapshot was stale, reconciling again: %s", error)
-            queue.done(key, requeue_after=0.2)
+            delay = queue.failed(key, first=_FIRST_CONFLICT)
+            log.debug("the snapshot was stale, reconciling again in %.1f s: %s", delay, error)
             return "stale"
         except ApiError as error:
-            delay = queue.failed(key)
+            delay = queue.failed(key, at_least=error.retry_after or 0.0)
             log.warning("API request failed, retrying in %.0f s: %s", delay, error)
             return "api_error"
         except Exception:
@@ -64,7 +72,7 @@ class Reconciler:
             log.exception("unexpected error, retrying in %.0f s", delay)
             return "error"
         if rejected:
-            delay = queue.failed(key)
+            delay = queue.failed(key, longest=_LONGEST_REJECTED)
             log.warning("%s; retrying in %.0f s", rejected.message, delay)
             return "rejected"
         queue.done(key, requeue_after)
@@ -76,8 +84,13 @@ class Reconciler:
         fetched = await self._reader.read(*key, now)
         if fetched is None:
             self._metrics.remove_job(key)
+            self._creates.forget(key)
             return None, None
         plan = decide(fetched.snapshot, now, self._poll)
+        wait = 0.0
+        if plan.create is not None:
+            wait = self._creates.wait(key, _creation(fetched, plan.create))
+            plan = replace(plan, create=None) if wait > 0 else plan
         with job_log_context(*key, plan.status.attempt):
             for event in plan.events:
                 log.info("%s: %s", event.reason, event.message)
@@ -86,7 +99,10 @@ class Reconciler:
             if outcome.rejection:
                 await self._record_rejection(fetched, outcome.document, outcome.rejection, now)
                 return None, outcome.rejection
+        if wait > 0:
+            return wait, None
         if plan.create is not None:
+            self._creates.record(key, _creation(fetched, plan.create))
             return 0.0, None  # at once, to record the child's uid in the status
         return plan.requeue_after.total_seconds() if plan.requeue_after is not None else None, None
 
@@ -101,3 +117,7 @@ class Reconciler:
         snapshot = replace(fetched.snapshot, status=parse_status(document), rejection=explanation)
         plan = replace(decide(snapshot, now, self._poll), create=None, delete=())
         await self._applier.apply(replace(fetched, snapshot=snapshot, document=document), plan, now)
+
+
+def _creation(fetched: FetchedJob, attempt: int) -> Creation:
+    return Creation(fetched.snapshot.uid, attempt, fetched.snapshot.generation)

@@ -13,8 +13,12 @@ import kopf
 from kubelora_api import names
 from kubelora_operator.decision.snapshot import JobKey
 
-OnChange = Callable[[JobKey, str | None], None]
-"""Callback for a changed job, with its resourceVersion if the job itself changed."""
+OnChange = Callable[[JobKey, str | None, bool], None]
+"""Callback for a changed job, with its resourceVersion if the job itself changed.
+
+The last argument is False for a change of nothing but status or metadata, such as the echo of the
+operator's own write.
+"""
 _OURS: Final = f"{names.LABEL_MANAGED_BY}={names.OPERATOR_APP}"
 
 
@@ -47,6 +51,7 @@ def build_settings() -> kopf.OperatorSettings:
 def build_registry(changed: OnChange) -> kopf.OperatorRegistry:
     """Register handlers that pass each changed job to ``changed``."""
     registry = kopf.OperatorRegistry()
+    specs: dict[JobKey, tuple[object, ...]] = {}
 
     @kopf.on.login(registry=registry)
     def login(**context: Any) -> kopf.ConnectionInfo | None:
@@ -54,11 +59,18 @@ def build_registry(changed: OnChange) -> kopf.OperatorRegistry:
         return kopf.login_with_kubeconfig(**context) or kopf.login_with_service_account(**context)
 
     @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)
-    async def job_changed(body: kopf.Body, **_: Any) -> None:
+    async def job_changed(body: kopf.Body, type: str | None, **_: Any) -> None:
         metadata = body.metadata
         if metadata.namespace and metadata.name:
             version = metadata.get("resourceVersion")
-            changed((metadata.namespace, metadata.name), str(version) if version else None)
+            key = (metadata.namespace, metadata.name)
+            spec = (metadata.uid, metadata.get("generation"), metadata.deletion_timestamp)
+            urgent = type == "DELETED" or specs.get(key) != spec
+            if type == "DELETED":
+                specs.pop(key, None)
+            else:
+                specs[key] = spec
+            changed(key, str(version) if version else None, urgent)
 
     @kopf.on.event("batch", "v1", "jobs", registry=registry)
     async def child_changed(body: kopf.Body, **_: Any) -> None:
@@ -72,6 +84,6 @@ def build_registry(changed: OnChange) -> kopf.OperatorRegistry:
         # The label only enqueues the job; ownership is checked later, by owner and uid.
         job = body.metadata.labels.get(names.LABEL_JOB)
         if job and body.metadata.namespace:
-            changed((body.metadata.namespace, job), None)
+            changed((body.metadata.namespace, job), None, True)
 
     return registry

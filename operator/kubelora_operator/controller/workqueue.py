@@ -2,6 +2,9 @@
 
 Level-triggered reconciling needs three rules: a key added twice is processed once; a key added
 while it is being processed is processed once more afterwards; a failed key waits, longer each time.
+What the operator itself writes comes back as a change, so a change ends that wait only if its cause
+is another: a new spec, or an event of a child or pod.
+
 `QueueState` implements the rules without waiting, so that tests need no clock; `WorkQueue` adds the
 waiting.
 """
@@ -9,25 +12,46 @@ waiting.
 import asyncio
 import heapq
 import itertools
+import random
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+FIRST_BACKOFF: Final = 1.0
+LONGEST_BACKOFF: Final = 30.0
+"""Seconds. After an outage of the API server, each job is tried again within this time."""
+_JITTER: Final = 0.25
+"""Largest part of a backoff that is left out at random, so that jobs do not retry in step."""
 
 
 class QueueState(Generic[K]):
     """Keys and the time when each is ready, in seconds of a monotonic clock."""
 
-    def __init__(self, first_backoff: float = 1.0, longest_backoff: float = 300.0) -> None:
-        self._first, self._longest = first_backoff, longest_backoff
+    def __init__(self, random_part: Callable[[], float] = random.random) -> None:
+        self._random_part = random_part
         self._ready_at: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._order = itertools.count()
         self._busy: set[K] = set()
         self._failures: dict[K, int] = {}
+        self._retry_at: dict[K, float] = {}
+        self._not_before: dict[K, float] = {}
+        self._urgent_at: dict[K, float] = {}
 
-    def add(self, key: K, at: float) -> None:
-        """Add ``key`` for processing at ``at``; of two times the earlier one counts."""
+    def add(self, key: K, at: float, urgent: bool = False) -> None:
+        """Add ``key`` for processing; of two times the earlier one counts.
+
+        Args:
+            key: The key.
+            at: When to process it.
+            urgent: Whether this ends the wait after a failure. Nothing ends a wait that the API
+                server asked for.
+        """
+        if urgent:
+            if key in self._busy:
+                self._urgent_at[key] = min(at, self._urgent_at.get(key, at))
+            self._retry_at.pop(key, None)
+        at = max(at, self._retry_at.get(key, at), self._not_before.get(key, at))
         if key in self._ready_at and self._ready_at[key] <= at:
             return
         self._ready_at[key] = at
@@ -50,6 +74,8 @@ class QueueState(Generic[K]):
             heapq.heappush(self._heap, entry)
         if taken is not None:
             del self._ready_at[taken]
+            self._retry_at.pop(taken, None)
+            self._not_before.pop(taken, None)
             self._busy.add(taken)
         return taken
 
@@ -62,17 +88,42 @@ class QueueState(Generic[K]):
         """Mark ``key`` as processed and reset its failure count."""
         self._busy.discard(key)
         self._failures.pop(key, None)
+        self._urgent_at.pop(key, None)
 
-    def failed(self, key: K, now: float) -> float:
-        """Add ``key`` again after a delay that doubles with each failure; return the delay."""
+    def failed(
+        self,
+        key: K,
+        now: float,
+        *,
+        first: float = FIRST_BACKOFF,
+        longest: float = LONGEST_BACKOFF,
+        at_least: float = 0.0,
+    ) -> float:
+        """Add ``key`` again after a delay that doubles with each failure in a row.
+
+        Args:
+            key: The key.
+            now: Current time.
+            first: Delay after the first failure.
+            longest: Longest delay.
+            at_least: Seconds that the API server asked to wait, which no change shortens.
+
+        Returns:
+            The delay in seconds.
+        """
         self._busy.discard(key)
         count = self._failures.get(key, 0)
         self._failures[key] = count + 1
-        delay = min(self._first * 2 ** min(count, 32), self._longest)
-        # Drop an earlier time first: the failing key's own status writes cause watch events, which
-        # would otherwise bypass the backoff.
+        delay = min(first * 2 ** min(count, 32), longest) * (1 - _JITTER * self._random_part())
+        delay = max(delay, at_least)
+        # Drop an earlier time first: it may come from the failing key's own status writes.
         self._ready_at.pop(key, None)
+        self._retry_at[key] = now + delay
+        if at_least > 0:
+            self._not_before[key] = now + at_least
         self.add(key, now + delay)
+        if key in self._urgent_at:
+            self.add(key, self._urgent_at.pop(key), urgent=True)
         return float(delay)
 
     def __len__(self) -> int:
@@ -84,12 +135,19 @@ class WorkQueue(Generic[K]):
 
     def __init__(self, clock: Callable[[], float], state: QueueState[K] | None = None) -> None:
         self._clock = clock
-        self._state: QueueState[K] = state or QueueState()
+        # An empty state is false, so `or` would drop it.
+        self._state: QueueState[K] = QueueState() if state is None else state
         self._wakers: set[asyncio.Future[None]] = set()
 
-    def add(self, key: K, delay: float = 0.0) -> None:
-        """Add ``key`` for processing in ``delay`` seconds or earlier."""
-        self._state.add(key, self._clock() + delay)
+    def add(self, key: K, delay: float = 0.0, urgent: bool = False) -> None:
+        """Add ``key`` for processing in ``delay`` seconds; see `QueueState.add`.
+
+        Args:
+            key: The key.
+            delay: Seconds to wait.
+            urgent: Whether this ends the wait after a failure.
+        """
+        self._state.add(key, self._clock() + delay, urgent)
         self._wake()
 
     async def get(self) -> K:
@@ -109,9 +167,28 @@ class WorkQueue(Generic[K]):
             self._state.add(key, self._clock() + requeue_after)
         self._wake()
 
-    def failed(self, key: K) -> float:
-        """Add ``key`` again after a backoff; return the backoff in seconds."""
-        delay = self._state.failed(key, self._clock())
+    def failed(
+        self,
+        key: K,
+        *,
+        first: float = FIRST_BACKOFF,
+        longest: float = LONGEST_BACKOFF,
+        at_least: float = 0.0,
+    ) -> float:
+        """Add ``key`` again after a backoff; see `QueueState.failed`.
+
+        Args:
+            key: The key.
+            first: Delay after the first failure in a row.
+            longest: Longest delay.
+            at_least: Seconds that the API server asked to wait.
+
+        Returns:
+            The backoff in seconds.
+        """
+        delay = self._state.failed(
+            key, self._clock(), first=first, longest=longest, at_least=at_least
+        )
         self._wake()
         return delay
 

@@ -22,14 +22,21 @@ JOBS_PATH: Final = f"/apis/{names.API_VERSION}"
 REQUEST_TIMEOUT: Final = 30.0
 """Seconds. Lease requests have a shorter timeout of their own."""
 PAGE: Final = 200
+_RETRY_AFTER_MAX: Final = 300.0
 
 
 class ApiError(Exception):
-    """An error response from the API server, or no response (code 0)."""
+    """An error response from the API server, or no response (code 0).
 
-    def __init__(self, code: int, reason: str, message: str) -> None:
+    retry_after: Seconds that the server asked to wait, with 429 or 503.
+    """
+
+    def __init__(
+        self, code: int, reason: str, message: str, retry_after: float | None = None
+    ) -> None:
         super().__init__(f"{code} {reason}: {message}" if code else message)
         self.code, self.reason, self.message = code, reason, message
+        self.retry_after = retry_after
 
 
 class Cluster:
@@ -237,7 +244,7 @@ class Cluster:
         if answer.status >= 400:
             if not (missing_is_fine and answer.status == 404):
                 self._on_error(answer.status)
-            raise _error_from(answer.status, raw)
+            raise _error_from(answer.status, raw, answer.headers.get("Retry-After"))
         return _object(raw)
 
 
@@ -266,10 +273,22 @@ def _object(raw: bytes) -> JsonObject:
     return parsed if isinstance(parsed, dict) else {}
 
 
-def _error_from(code: int, raw: bytes) -> ApiError:
+def _error_from(code: int, raw: bytes, retry_after: str | None = None) -> ApiError:
     try:
         status = _object(raw)
     except ValueError:
         status = {}
     message = status.get("message") or raw[:300].decode(errors="replace")
-    return ApiError(code, str(status.get("reason") or "Error"), str(message))
+    reason = str(status.get("reason") or "Error")
+    wait = parse_retry_after(retry_after) if code in (429, 503) else None
+    return ApiError(code, reason, str(message), wait)
+
+
+def parse_retry_after(header: str | None) -> float | None:
+    """Return the seconds of a Retry-After header, at most 5 minutes; None without usable ones.
+
+    The API server and its priority levels send seconds, never a date.
+    """
+    if header is None or not header.strip().isdecimal():
+        return None
+    return min(float(header), _RETRY_AFTER_MAX)

@@ -97,10 +97,10 @@ async def _run_as_leader(
     poll = timedelta(seconds=options.poll_seconds)
     queue: WorkQueue[JobKey] = WorkQueue(time.monotonic)
 
-    def changed(key: JobKey, version: str | None) -> None:
+    def changed(key: JobKey, version: str | None, urgent: bool) -> None:
         if version:
             tracker.record(key, version, time.monotonic())
-        queue.add(key)
+        queue.add(key, urgent=urgent)
         metrics.queue_depth.set(len(queue))
 
     if not await _unless_stopped(_wait_for_crd(options, cluster), stop):

@@ -52,13 +52,13 @@ def test_keys_come_in_the_order_in_which_they_are_due() -> None:
 
 
 def test_failures_wait_twice_as_long_each_time_up_to_a_bound_until_one_goes_well() -> None:
-    state: QueueState[str] = QueueState(first_backoff=1, longest_backoff=5)
+    state: QueueState[str] = QueueState(lambda: 0.0)
     delays = []
     now = 0.0
     state.add("a", now)
     for _ in range(4):
         assert state.get(now) == "a"
-        delays.append(state.failed("a", now))
+        delays.append(state.failed("a", now, longest=5))
         now += delays[-1]
     assert delays == [1, 2, 4, 5]
     assert state.get(now) == "a"
@@ -66,6 +66,44 @@ def test_failures_wait_twice_as_long_each_time_up_to_a_bound_until_one_goes_well
     state.add("a", now)
     assert state.get(now) == "a"
     assert state.failed("a", now) == 1
+
+
+def test_a_backoff_is_spread_and_never_above_its_bound() -> None:
+    for part, delay in ((0.0, 30.0), (1.0, 22.5)):
+        state: QueueState[str] = QueueState(lambda part=part: part)  # type: ignore[misc]
+        for _ in range(40):
+            last = state.failed("a", 0)
+        assert last == delay
+
+
+def test_an_echo_does_not_end_a_backoff_but_a_changed_spec_does() -> None:
+    state: QueueState[str] = QueueState(lambda: 0.0)
+    state.add("a", 0)
+    assert state.get(0) == "a"
+    state.add("a", 0)  # the echo of a write comes before the end of the look,
+    assert state.failed("a", 0, first=8) == 8
+    state.add("a", 1)  # or after it
+    assert state.get(7.9) is None
+    state.add("a", 2, urgent=True)
+    assert state.get(2) == "a"
+
+
+def test_an_urgent_change_during_a_failing_look_is_acted_on_at_once() -> None:
+    state: QueueState[str] = QueueState(lambda: 0.0)
+    state.add("a", 0)
+    assert state.get(0) == "a"
+    state.add("a", 1, urgent=True)
+    state.failed("a", 2, first=8)
+    assert state.get(2) == "a"
+
+
+def test_nothing_shortens_a_wait_that_the_api_server_asked_for() -> None:
+    state: QueueState[str] = QueueState(lambda: 0.0)
+    state.add("a", 0)
+    assert state.get(0) == "a"
+    assert state.failed("a", 0, at_least=20) == 20
+    state.add("a", 1, urgent=True)
+    assert (state.get(19.9), state.get(20)) == (None, "a")
 
 
 async def test_no_two_workers_ever_hold_the_same_key_and_all_are_done() -> None:

@@ -1,0 +1,90 @@
+"""An API server in memory with the requests that a reconciler makes, and the faults of a test."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from kubelora_api import names
+from kubelora_api.schema import JsonObject
+from kubelora_operator.kube.client import ApiError
+from tests.operator.world import document
+
+Fault = Callable[[str, JsonObject], None]
+
+
+class FakeCluster:
+    """Objects by name, with versions; ``fault`` may raise before a request is carried out."""
+
+    def __init__(self, fault: Fault = lambda verb, body: None) -> None:
+        self.fault = fault
+        self.requests: Counter[str] = Counter()
+        self.jobs: dict[str, JsonObject] = {}
+        self.children: dict[str, JsonObject] = {}
+        self.pods: dict[str, list[JsonObject]] = {}
+        self.version = 0
+        self.echo: Callable[[str], None] = lambda name: None
+
+    def add_job(self, name: str) -> JsonObject:
+        """Create a LoraTrainingJob whose uid is its name."""
+        job = document()
+        job["metadata"] |= {"name": name, "uid": f"uid-{name}"}
+        self._store(job)
+        return job
+
+    def _store(self, job: JsonObject) -> None:
+        self.version += 1
+        name = job["metadata"]["name"]
+        metadata = job["metadata"] | {"resourceVersion": str(self.version)}
+        self.jobs[name] = job | {"metadata": metadata}
+        self.echo(name)
+
+    def _count(self, verb: str, body: JsonObject) -> None:
+        self.requests[verb] += 1
+        self.fault(verb, body)
+
+    async def get_job(self, namespace: str, name: str) -> JsonObject | None:
+        return self.jobs.get(name)
+
+    async def children_of(self, namespace: str, uid: str) -> list[JsonObject]:
+        return [c for c in self.children.values() if c["metadata"]["labels"].get("uid") == uid]
+
+    async def pods_of(self, namespace: str, uid: str) -> list[JsonObject]:
+        return self.pods.get(uid, [])
+
+    async def get_child(self, namespace: str, name: str) -> JsonObject | None:
+        return self.children.get(name)
+
+    async def get_config_map(self, namespace: str, name: str) -> JsonObject | None:
+        return None
+
+    async def get_service(self, namespace: str, name: str) -> JsonObject | None:
+        return None
+
+    async def warnings_about(self, namespace: str, uid: str) -> list[JsonObject]:
+        return []
+
+    async def put_status(self, job: JsonObject) -> JsonObject:
+        self._count("put_status", job)
+        name = job["metadata"]["name"]
+        old = self.jobs[name]
+        if old["metadata"]["resourceVersion"] != job["metadata"]["resourceVersion"]:
+            raise ApiError(409, "Conflict", "the object has been modified")
+        if old.get("status") != job.get("status"):
+            self._store(job)
+        return self.jobs[name]
+
+    async def create_config_map(self, manifest: JsonObject) -> JsonObject:
+        return manifest
+
+    async def create_service(self, manifest: JsonObject) -> JsonObject:
+        return manifest
+
+    async def create_child(self, manifest: JsonObject) -> JsonObject:
+        self._count("create_child", manifest)
+        metadata = manifest["metadata"]
+        labels = metadata["labels"] | {"uid": metadata["labels"][names.LABEL_JOB_UID]}
+        child = manifest | {"metadata": metadata | {"uid": metadata["name"], "labels": labels}}
+        self.children[metadata["name"]] = child
+        return child
+
+    async def create_event(self, event: JsonObject) -> None:
+        self.requests["create_event"] += 1
