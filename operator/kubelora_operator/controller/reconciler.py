@@ -96,6 +96,7 @@ class Reconciler:
                 log.info("%s: %s", event.reason, event.message)
             outcome = await self._applier.apply(fetched, plan, now)
             self._metrics.set_job(key, plan.status)
+            self._reader.acknowledge(fetched.snapshot)
             if outcome.rejection:
                 await self._record_rejection(fetched, outcome.document, outcome.rejection, now)
                 return None, outcome.rejection

@@ -1,24 +1,21 @@
 """The reader of a job's snapshot: its resource, its Jobs and pods, and the pods' own reports.
 
 The only module that reads the cluster for a decision. Everything is fetched again each time, so the
-operator holds no state that a restart could lose.
+operator holds no state that a restart could lose; only a pod's report is what the pool heard last.
 """
 
 import asyncio
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Final
 
-import aiohttp
 from pydantic import ValidationError
 
 from kubelora_api.documents import InvalidDocumentError, parse_job
 from kubelora_api.job import LoraTrainingJob
-from kubelora_api.report import RunReport
 from kubelora_api.schema import JsonObject
 from kubelora_api.status import JobStatus
 from kubelora_operator.attempt.manifests import child_name
-from kubelora_operator.controller import pod_reports as reports
 from kubelora_operator.controller.convert import (
     child_from,
     node_state_from,
@@ -26,12 +23,12 @@ from kubelora_operator.controller.convert import (
     pod_from,
     warning_from,
 )
+from kubelora_operator.controller.report_pool import Report, ReportPool
 from kubelora_operator.decision.conditions import (
     COMPLETE,
     FAILED,
     RESTARTING,
     SUSPENDED,
-    parse_time,
 )
 from kubelora_operator.decision.snapshot import (
     Child,
@@ -39,7 +36,6 @@ from kubelora_operator.decision.snapshot import (
     NodeState,
     Snapshot,
     TrainerPod,
-    Unreachable,
     blocking_pod,
     reporting_pod,
 )
@@ -62,10 +58,10 @@ class FetchedJob:
 
 
 class SnapshotReader:
-    """Reads the cluster and the pods. ``poll`` is the minimum interval between two reports."""
+    """Reads the cluster, and what the pods have reported."""
 
-    def __init__(self, cluster: Cluster, session: aiohttp.ClientSession, poll: timedelta) -> None:
-        self._cluster, self._session, self._poll = cluster, session, poll
+    def __init__(self, cluster: Cluster, reports: ReportPool) -> None:
+        self._cluster, self._reports = cluster, reports
 
     async def read(self, namespace: str, name: str, now: datetime) -> FetchedJob | None:
         """Read everything about a job; None if it does not exist.
@@ -77,6 +73,7 @@ class SnapshotReader:
         """
         document = await self._cluster.get_job(namespace, name)
         if document is None:
+            self._reports.forget((namespace, name))
             return None
         uid = str(document["metadata"]["uid"])
         raw_children, raw_pods = await asyncio.gather(
@@ -110,7 +107,13 @@ class SnapshotReader:
             else frozenset(),
         )
         snapshot = replace(snapshot, pods=await self._with_nodes(pods, now))
-        return FetchedJob(await self._with_pod_state(snapshot, now), document, job)
+        snapshot = replace(snapshot, report=self._report(snapshot))
+        return FetchedJob(await self._with_warning(snapshot, now), document, job)
+
+    def acknowledge(self, snapshot: Snapshot) -> None:
+        """Mark the snapshot's report as recorded; until then it is read again."""
+        if snapshot.report is not None:
+            self._reports.acknowledge((snapshot.namespace, snapshot.name), snapshot.report)
 
     async def _anchors(self, namespace: str, name: str, uid: str) -> frozenset[int]:
         """Return the attempts whose ConfigMap exists, counted from 1.
@@ -176,18 +179,15 @@ class SnapshotReader:
                 raise
             return NodeState(None, f"the operator has no right to read its node {name}")
 
-    async def _with_pod_state(self, snapshot: Snapshot, now: datetime) -> Snapshot:
-        """Add the running pod's report, or the cluster's warning about one that does not start."""
-        child = snapshot.child_of(max((c.attempt for c in snapshot.children if c.live), default=0))
-        if child is None or child.suspended or child.deleting:
+    async def _with_warning(self, snapshot: Snapshot, now: datetime) -> Snapshot:
+        """Add the cluster's warning about a pod that does not start."""
+        child = _running_child(snapshot)
+        if child is None:
             return snapshot
-        pods = [p for p in snapshot.pods_of(child.attempt) if p.writing and not p.deleting]
         if not snapshot.pods_of(child.attempt):
             explanation = await self._warning(snapshot.namespace, child.uid, "PodNotCreated", now)
             return replace(snapshot, rejection=explanation) if explanation else snapshot
-        first, pod = reporting_pod(pods), blocking_pod(pods)
-        if first is not None and pod is None:
-            return replace(snapshot, report=await self._report(snapshot, first, now))
+        pod = blocking_pod(_writing_pods(snapshot, child))
         if pod is not None and pod.waiting is None:
             waiting = await self._warning(snapshot.namespace, pod.uid, "PodNotStarted", now)
             if waiting:
@@ -197,20 +197,16 @@ class SnapshotReader:
                 return replace(snapshot, pods=updated)
         return snapshot
 
-    async def _report(
-        self, snapshot: Snapshot, pod: TrainerPod, now: datetime
-    ) -> RunReport | Unreachable | None:
-        """Request the pod's report; None if the last one is recent.
-
-        Pod events arrive in bursts, and each must not cause a request.
-        """
-        progress = snapshot.status.progress
-        if progress and progress.last_report_time and snapshot.status.attempt == pod.attempt:
-            # One second less than the interval because times in a status have whole seconds.
-            age = now - parse_time(progress.last_report_time)
-            if timedelta() <= age < self._poll - timedelta(seconds=1):
-                return None
-        return await reports.fetch_report(self._session, pod, snapshot.uid)
+    def _report(self, snapshot: Snapshot) -> Report | None:
+        """Return the running pod's report; None if there is no new one."""
+        key = (snapshot.namespace, snapshot.name)
+        child = _running_child(snapshot)
+        pods = _writing_pods(snapshot, child) if child else []
+        pod = reporting_pod(pods)
+        if pod is None or blocking_pod(pods) is not None:
+            self._reports.forget(key)
+            return None
+        return self._reports.read(key, snapshot.uid, pod)
 
     async def _warning(
         self, namespace: str, uid: str, reason: str, now: datetime
@@ -247,6 +243,16 @@ def status_problems(document: JsonObject) -> tuple[str, ...]:
             f"{'.'.join(['status', *map(str, e['loc'])])}: {e['msg']}" for e in error.errors()
         )
     return ()
+
+
+def _running_child(snapshot: Snapshot) -> Child | None:
+    """Return the newest live Job unless its pods are held back or ending."""
+    child = snapshot.child_of(max((c.attempt for c in snapshot.children if c.live), default=0))
+    return None if child is None or child.suspended or child.deleting else child
+
+
+def _writing_pods(snapshot: Snapshot, child: Child) -> list[TrainerPod]:
+    return [p for p in snapshot.pods_of(child.attempt) if p.writing and not p.deleting]
 
 
 def _suspend(document: JsonObject) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import aiohttp
@@ -21,7 +22,9 @@ from prometheus_client import CollectorRegistry
 
 from kubelora_operator.controller import watches
 from kubelora_operator.controller.apply import PlanApplier
+from kubelora_operator.controller.pod_reports import fetch_report
 from kubelora_operator.controller.reconciler import Reconciler
+from kubelora_operator.controller.report_pool import ReportPool
 from kubelora_operator.controller.resync import Resync, WatchTracker
 from kubelora_operator.controller.snapshot_reader import SnapshotReader
 from kubelora_operator.controller.workqueue import WorkQueue
@@ -106,8 +109,11 @@ async def _run_as_leader(
     if not await _unless_stopped(_wait_for_crd(options, cluster), stop):
         return
     async with aiohttp.ClientSession(trust_env=False) as session:
+        reports = ReportPool(
+            partial(fetch_report, session), queue.add, options.poll_seconds, time.monotonic
+        )
         reconciler = Reconciler(
-            SnapshotReader(cluster, session, poll),
+            SnapshotReader(cluster, reports),
             PlanApplier(cluster, options.trainer_image, options.identity),
             metrics,
             poll,
@@ -128,7 +134,10 @@ async def _run_as_leader(
             resync.run(),
             *(reconciler.work(queue) for _ in range(_WORKERS)),
         ]
-        await _until_one_ends([asyncio.create_task(part) for part in parts], stop)
+        try:
+            await _until_one_ends([asyncio.create_task(part) for part in parts], stop)
+        finally:
+            await reports.close()
 
 
 async def _until_one_ends(tasks: list[asyncio.Task[None]], stop: asyncio.Event) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from kubelora_api import names
 from kubelora_api.schema import JsonObject
+from kubelora_operator.attempt.manifests import child_name
 from kubelora_operator.kube.client import ApiError
 from tests.operator.world import document
 
@@ -29,6 +30,22 @@ class FakeCluster:
         job["metadata"] |= {"name": name, "uid": f"uid-{name}"}
         self._store(job)
         return job
+
+    def add_running_job(self, name: str, address: str) -> None:
+        """Create a job whose first attempt has a running pod at this address."""
+        uid = str(self.add_job(name)["metadata"]["uid"])
+        child = child_name(name, uid, 1)
+        owner = {"kind": names.KIND, "name": name, "uid": uid, "controller": True}
+        metadata = {"name": child, "uid": child, "labels": {"uid": uid}, "ownerReferences": [owner]}
+        self.children[child] = {"metadata": metadata}
+        job = {"kind": "Job", "name": child, "uid": child, "controller": True}
+        container = {
+            "name": names.TRAINER_CONTAINER,
+            "state": {"running": {"startedAt": "2026-03-01T12:00:00Z"}},
+        }
+        status = {"phase": "Running", "podIP": address, "containerStatuses": [container]}
+        pod = {"name": f"{child}-0", "uid": f"pod-{name}", "ownerReferences": [job]}
+        self.pods[uid] = [{"metadata": pod, "status": status}]
 
     def _store(self, job: JsonObject) -> None:
         self.version += 1

@@ -34,7 +34,7 @@ class Rig:
         api = cast(Cluster, cluster)
         poll = timedelta(seconds=10)
         self.reconciler = Reconciler(
-            make_reader(cluster, poll),
+            make_reader(cluster),
             PlanApplier(api, "trainer:dev", "me"),
             OperatorMetrics(CollectorRegistry()),
             poll,
