@@ -154,7 +154,7 @@ class ReportPool:
             # One second less, because a look comes at the interval or slightly before it.
             return max(self._poll - 1.0, self._poll / 2)
         longest = max(LONGEST_BACKOFF, self._poll)
-        delay = min(self._poll * 2 ** min(failures - 1, 32), longest)
+        delay: float = min(self._poll * 2.0 ** min(failures - 1, 32), longest)
         return delay * (1 - _JITTER * self._random_part())
 
     def _ended(self, namespace: str) -> None:
