@@ -18,7 +18,7 @@ from kubelora_operator.decision.snapshot import JobKey, TrainerPod, Unreachable
 IN_FLIGHT_PER_NAMESPACE: Final = 4
 IN_FLIGHT: Final = 64
 """Below the 100 connections that the HTTP client opens at most."""
-LONGEST_BACKOFF: Final = 60.0
+LONGEST_REPORT_BACKOFF: Final = 60.0
 """Seconds between two requests to a pod that does not answer."""
 _JITTER: Final = 0.25
 
@@ -153,7 +153,7 @@ class ReportPool:
         if failures <= 1:
             # One second less, because a look comes at the interval or slightly before it.
             return max(self._poll - 1.0, self._poll / 2)
-        longest = max(LONGEST_BACKOFF, self._poll)
+        longest = max(LONGEST_REPORT_BACKOFF, self._poll)
         delay: float = min(self._poll * 2.0 ** min(failures - 1, 32), longest)
         return delay * (1 - _JITTER * self._random_part())
 
