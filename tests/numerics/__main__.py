@@ -18,13 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from tests.numerics.bench import Observation
 from tests.numerics.fault_table import FAULTS, Fault
 from tests.numerics.healthy_table import HEALTHY, Healthy
 from tests.numerics.results_page import FaultRow, HealthyRow, page
 from tests.numerics.scene import Scene
+from tests.trainer.fixtures.threads import use_one_thread
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def _told(seen: Observation) -> tuple[str, ...]:
 def main(arguments: Sequence[str]) -> int:
     """Run what is asked for; 1 where a fault was missed or a healthy run raised an alarm."""
     options = _parser().parse_args(arguments)
-    torch.set_num_threads(1)
+    use_one_thread()
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene.create(options.scene or Path(folder) / "scene")
         recorded = _read(options.record)

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from kubelora_trainer.telemetry.step_metrics import GROUP_FIELDS, STEP_FIELDS, StepNumbers
 from tests.numerics.fault_table import FAULTS
 from tests.numerics.healthy_table import HEALTHY
 from tests.numerics.scene import Scene
+from tests.trainer.fixtures.threads import use_one_thread
 
 WINDOW, SKIPPED = 5, 3
 
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--scene", type=Path, help="folder that keeps model and photographs")
     parser.add_argument("--only", default="", help="rows whose name holds this")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    use_one_thread()
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene.create(options.scene or Path(folder) / "scene")
         output = Path(folder) / "run"

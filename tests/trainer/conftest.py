@@ -6,11 +6,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 
 from kubelora_trainer.cli.demo import DemoPaths, create_demo
+from tests.trainer.fixtures.threads import use_one_thread
 
-torch.set_num_threads(1)
+use_one_thread()
 
 
 @pytest.fixture(scope="session")
