@@ -15,6 +15,7 @@ SINGULAR: Final = "loratrainingjob"
 SHORT_NAME: Final = "ltj"
 NAME_PATTERN: Final = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX_LENGTH: Final = 40
+"""What `child_name` and Kubernetes append keeps a pod's host name below 63 characters."""
 
 LABEL_JOB: Final = f"{GROUP}/job"
 LABEL_JOB_UID: Final = f"{GROUP}/job-uid"
@@ -31,6 +32,7 @@ GPU_RESOURCE: Final = "nvidia.com/gpu"
 TRAINER_CONTAINER: Final = "trainer"
 METRICS_PORT_NAME: Final = "metrics"
 METRICS_PORT: Final = 9464
+"""In the range of Prometheus exporters; a process without root can't open one below 1024."""
 RENDEZVOUS_PORT_NAME: Final = "rendezvous"
 RENDEZVOUS_PORT: Final = 29400
 """Port of the rendezvous store on node 0, when there are several nodes."""
@@ -49,6 +51,7 @@ CLAIMS_DIRECTORY: Final = "/kubelora/claims"
 """A claim ``photos`` is mounted at ``/kubelora/claims/photos`` in a pod."""
 TERMINATION_LOG: Final = "/dev/termination-log"
 TERMINATION_MESSAGE_MAX_BYTES: Final = 4096
+"""The kubelet cuts a container's termination message here, which would break its JSON."""
 
 
 class ExitCode(IntEnum):

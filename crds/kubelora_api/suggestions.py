@@ -9,6 +9,7 @@ from difflib import get_close_matches
 _CLOSE = 0.6
 """difflib's default cutoff: six of ten letters agree."""
 SHOWN = 24
+"""Names in a message: about two lines of a terminal."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -25,7 +25,9 @@ from kubelora_operator.kube.client import ApiError, Cluster
 
 log = logging.getLogger(__name__)
 _EVENT_MESSAGE_MAX: Final = 1024
+"""The API server refuses a longer note in an Event."""
 _REMEMBERED_EVENTS: Final = 1024
+"""Counts of equal Events are lost beyond this, not the Events; a few hundred KiB."""
 _REJECTED_CODES: Final = frozenset({400, 403, 404, 409, 413, 422})
 """HTTP codes of a rejected create that the user must fix: quota, policy, an invalid template."""
 _REFUSED_DELETES: Final = frozenset({400, 403, 422})

@@ -11,7 +11,9 @@ from typing import Final
 from kubelora_operator.decision.snapshot import JobKey
 
 FIRST_WAIT: Final = 1.0
+"""Seconds: long enough for the watch to show what became of the first create."""
 LONGEST_WAIT: Final = 300.0
+"""Seconds, like the longest wait after a refusal: only a person can end either loop."""
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,13 @@ from kubelora_api.report import FinalReport, RunReport
 from kubelora_operator.decision.snapshot import TrainerPod, Unreachable
 
 _TIMEOUT: Final = 3.0
+"""Seconds; a trainer answers within milliseconds, also between two steps."""
 _BODY_MAX: Final = 256 * 1024
+"""A report has a few KiB; a pod must not be able to fill the operator's memory."""
 _INTEGER_MAX: Final = 2**53
 """Largest integer that every JSON reader represents exactly."""
 _MESSAGE_MAX: Final = 600
+"""Characters of a sentence from a pod, so that ten findings fit the status."""
 _ESCAPE_CODE: Final = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])"
 )

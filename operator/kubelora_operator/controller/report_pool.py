@@ -16,11 +16,13 @@ from kubelora_api.report import RunReport
 from kubelora_operator.decision.snapshot import JobKey, TrainerPod, Unreachable
 
 IN_FLIGHT_PER_NAMESPACE: Final = 4
+"""A namespace whose pods never answer then takes a sixteenth of `IN_FLIGHT`."""
 IN_FLIGHT: Final = 64
 """Below the 100 connections that the HTTP client opens at most."""
 LONGEST_REPORT_BACKOFF: Final = 60.0
 """Seconds between two requests to a pod that does not answer."""
 _JITTER: Final = 0.25
+"""Largest part of a back-off left out at random, so that pods are not asked in step."""
 
 Report = RunReport | Unreachable
 Fetch = Callable[[TrainerPod, str], Awaitable[Report]]

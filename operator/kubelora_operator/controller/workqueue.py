@@ -18,6 +18,7 @@ from typing import Final, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 FIRST_BACKOFF: Final = 1.0
+"""Seconds: most failed requests succeed at the second try."""
 LONGEST_BACKOFF: Final = 30.0
 """Seconds. After an outage of the API server, each job is tried again within this time."""
 _JITTER: Final = 0.25

@@ -12,7 +12,9 @@ from kubelora_operator.decision.failure import JOB_DELETED, Failure, RestartCost
 from kubelora_operator.decision.plan_builder import PlanBuilder
 
 BUDGET: Final = 50
+"""With the longest delay of 10 minutes between them, 50 restarts take a working day."""
 WINDOW: Final = timedelta(hours=24)
+"""A day: a maintenance that moves a job several times is forgotten by the next one."""
 BUDGET_REASON: Final = "FreeRestartsExceeded"
 
 

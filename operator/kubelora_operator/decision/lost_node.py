@@ -15,7 +15,9 @@ from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, s
 from kubelora_operator.decision.snapshot import Explanation, Snapshot, TrainerPod
 
 FORCE_AFTER: Final = timedelta(seconds=60)
+"""After the grace period: a kubelet that is only slow reports several times within a minute."""
 _REQUEUE_OVERDUE: Final = timedelta(seconds=30)
+"""No event announces that a node is back or gone; two looks before `FORCE_AFTER` is over."""
 
 
 def forced_pods(snapshot: Snapshot, now: datetime) -> tuple[TrainerPod, ...]:

@@ -7,7 +7,9 @@ from kubelora_operator.decision.failure import RestartCost
 from kubelora_operator.decision.snapshot import Child
 
 _FIRST_DELAY: Final = timedelta(seconds=10)
+"""The kubelet's own first delay for a crashing container."""
 _LONGEST_DELAY: Final = timedelta(minutes=10)
+"""Twice the kubelet's longest: an attempt reserves GPUs and loads a model before it fails."""
 _LONG_RUN: Final = timedelta(minutes=5)
 """An attempt that ran this long is no crash loop, so an uncounted restart need not wait."""
 

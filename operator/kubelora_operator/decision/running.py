@@ -25,6 +25,7 @@ from kubelora_operator.decision.snapshot import (
 )
 
 _REQUEUE_PENDING: Final = timedelta(seconds=30)
+"""Pod events arrive by themselves; this is for the cluster's warnings, which do not."""
 _STARTUP_TIMEOUT: Final = timedelta(minutes=2)
 """Time a trainer may take to load its model before a missing answer is reported."""
 

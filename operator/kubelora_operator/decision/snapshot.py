@@ -16,6 +16,7 @@ from kubelora_api.status import JobStatus
 JobKey = tuple[str, str]
 """Namespace and name of a LoraTrainingJob."""
 _MOST_RESTARTS: Final = 100
+"""Used while the spec can't be read: the CRD accepts no larger value."""
 
 
 @dataclass(frozen=True)

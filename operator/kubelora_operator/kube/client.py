@@ -22,7 +22,9 @@ JOBS_PATH: Final = f"/apis/{names.API_VERSION}"
 REQUEST_TIMEOUT: Final = 30.0
 """Seconds. Lease requests have a shorter timeout of their own."""
 PAGE: Final = 200
+"""Objects of a list's page: a larger page doubles the memory at the start."""
 _RETRY_AFTER_MAX: Final = 300.0
+"""Seconds: a longer wait than after a refusal would look like a stopped operator."""
 
 
 class ApiError(Exception):

@@ -39,7 +39,9 @@ log = logging.getLogger(__name__)
 _WORKERS: Final = 8
 """Jobs that are reconciled concurrently; each mostly waits for a few API requests."""
 _EXIT_LEASE_LOST: Final = 3
+"""The container restarts and waits for the Lease again."""
 _EXIT_NO_CLUSTER: Final = 2
+"""The same code as for a wrong option: the configuration must be changed."""
 
 
 def run_manager(options: Options) -> int:

@@ -14,6 +14,7 @@ from kubelora_api.status import JobStatus
 from kubelora_operator.decision.snapshot import JobKey
 
 _BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+"""Seconds: from a look that writes nothing to one that waits for a slow API server."""
 
 
 @dataclass(frozen=True)

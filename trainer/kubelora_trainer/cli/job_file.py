@@ -24,6 +24,7 @@ from kubelora_trainer.utils.paths import did_you_mean_path
 _MAX_BYTES = 3 * 1024 * 1024
 """The API server's own limit."""
 _MAX_DIGITS = 400
+"""Beyond a float's 309; Python refuses to convert more than 4300, and no field needs as many."""
 _SHOWN = 40
 """Number of characters of a value that a message shows."""
 _PATH = re.compile(r"[\w-]+(\[\d+\])*(\.[\w-]+(\[\d+\])*)*")

@@ -66,6 +66,7 @@ _UNREADABLE = (
 _ORIENTATION = 0x0112
 """EXIF tag of the orientation; 1 is upright."""
 _NOT_UPRIGHT = range(2, 9)
+"""The rotations and mirrorings that EXIF defines; anything else is no orientation."""
 _PHOTOMETRIC = 0x0106
 """TIFF tag PhotometricInterpretation; 0 means that zero is white."""
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from kubelora_trainer.utils.atomic_io import write_file
 
 TABLE_WIDTH = 120
+"""Logs have no terminal whose width counts; most viewers show this many columns."""
 NAMED_FILES = 3
 """Files that a row of the table names; preflight.json names all of them."""
 

@@ -152,6 +152,7 @@ class RankShare:
 
 
 ALL_MICRO_STEPS = RankShare(0, 1)
+"""The share of a single process."""
 
 
 def epoch_permutation(seed: int, epoch: int, samples: int, group: int = 0) -> np.ndarray:

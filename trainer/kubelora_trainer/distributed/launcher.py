@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 PEER_GRACE_SECONDS: Final = 15.0
 """Time for ranks to notice by themselves that another one has failed, and to report it."""
 _ROUND_SECONDS: Final = 0.2
+"""How late a stop or a deadline may be noticed; the end of a rank wakes the wait at once."""
 _PR_SET_PDEATHSIG: Final = 1
 """From prctl(2)."""
 _ORDERLY: Final = (ExitCode.DONE, ExitCode.INTERRUPTED)

@@ -19,7 +19,9 @@ from kubelora_trainer.utils.text import ranks_named
 CHECK_IN_SECONDS: Final = 5.0
 """How long ranks wait for the others to check in; must be less than the launcher's grace."""
 _ROUND_SECONDS: Final = 0.05
+"""A request to the store each; `CHECK_IN_SECONDS` allows a hundred."""
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
+"""The store's default of minutes would outlast the launcher's grace if node 0 is gone."""
 
 
 class CheckInStore(Protocol):

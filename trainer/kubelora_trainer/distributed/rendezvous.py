@@ -31,6 +31,7 @@ SILENCE: Final = timedelta(minutes=30)
 """How long ranks wait for one that is alive but busy (sample images, a slow disk). A dead rank is
 noticed at once, by its closed connections and by its launcher."""
 _ROUND_SECONDS: Final = 0.2
+"""How late a stop may be noticed while ranks connect."""
 
 
 def listen_for_ranks(layout: NodeTopology) -> socket.socket:

@@ -43,6 +43,7 @@ _LENGTHS_APART: Final = 1.5
 of the longer run has grown for more steps, and lora_A's gradient with it. The limit of the finding
 is a factor of 2."""
 _SHOWN: Final = 4
+"""Differences that a message names; the record has all."""
 
 
 @dataclass(frozen=True)

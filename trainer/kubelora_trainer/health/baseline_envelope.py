@@ -19,14 +19,19 @@ MOST_BINS: Final = 24
 LEAST_STEPS: Final = 8
 """Steps of a bin; a median of fewer is too noisy."""
 FEWEST_BINS: Final = 3
+"""Fewer cannot hold `BINS_IN_A_ROW` and a bin to recover in."""
 KEPT_VALUES: Final = 64
 """Values of a bin and group that are kept, evenly spread: enough for a median."""
 FACTOR: Final = 2.0
+"""Healthy runs with other seeds stay within 1.5; a micro-step lost of two halves the gradient."""
 DEVIATIONS: Final = 4.0
+"""Of a normal value, one in 16,000 is further out."""
 BINS_IN_A_ROW: Final = 2
+"""One bin may be chance."""
 _MEDIAN_ERROR: Final = 1.2533
 """Standard error of a median over that of a mean, for normal values: sqrt(pi / 2)."""
 _MAD_TO_DEVIATION: Final = 1.4826
+"""Standard deviation over median absolute deviation, for normal values: 1 / 0.6745."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from kubelora_api.status import Finding, HealthStatus, Verdict
 from kubelora_api.thresholds import THRESHOLDS
 
 MAX_FINDINGS = 10
+"""As many as the status may hold: with their sentences they fit the termination message."""
 Names = Annotated[frozenset[str], PlainSerializer(sorted)]
 """A set that is saved sorted, so that equal sets are saved as the same bytes."""
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from diffusers import StableDiffusionXLPipeline
 
 LABEL_HEIGHT = 18
+"""Pixels: a line of Pillow's default font and a margin."""
 LABELS = ("with adapter", "without")
 
 

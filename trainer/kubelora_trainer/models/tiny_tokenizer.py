@@ -12,6 +12,7 @@ from pathlib import Path
 START = "<|startoftext|>"
 END = "<|endoftext|>"
 MAX_TOKENS = 77
+"""CLIP's context length, with start and end."""
 MERGES = 49152 - 256 - 2  # CLIP uses only the first of the published merges
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 _DIGEST_BYTES = 32
+"""Length of the SHA-256 before each file's content."""
 
 
 def key_of(kind: str, parts: Mapping[str, object]) -> str:

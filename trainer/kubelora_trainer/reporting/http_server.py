@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 PROMETHEUS_HEADER = "X-Prometheus-Scrape-Timeout-Seconds"
 _SCRAPE_KEY = f"HTTP_{PROMETHEUS_HEADER.upper().replace('-', '_')}"
 LAST_SCRAPE_MAX_SECONDS = 60.0
+"""Prometheus's default scrape interval, used until two scrapes show the real one."""
 REQUEST_TIMEOUT_SECONDS = 10.0
+"""Prometheus's default scrape timeout: nobody waits longer for the answer."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from kubelora_trainer.optim.flat_buffers import Slot
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
 
 WORST_MODULES = 10
+"""A screen of `/status`; the metrics have every group."""
 CONTRADICTION = 0.05
 """A balance above this is no rounding: bf16 passes read up to 5e-3, lost micro-steps 0.1."""
 _JSON_MAX = 3.4e38
