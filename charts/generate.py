@@ -1,4 +1,4 @@
-"""Script that generates files from the contract: the chart's CRD and alert rules, a docs page.
+"""Script that generates files from the contract: the chart's CRD and rules, pages of the docs.
 
 A chart must carry its files inside its own folder, and helm can neither import Python nor follow a
 link without a warning. `python -m charts.generate` from the repository's root writes all.
@@ -10,10 +10,11 @@ import yaml
 
 from charts.alert_rules import groups
 from charts.findings_page import findings_page
+from charts.job_page import job_page
 from kubelora_api.crd import custom_resource_definition
 
 FILES = Path(__file__).parent / "kubelora" / "files"
-FINDINGS_PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
+DOCS = Path(__file__).parents[1] / "docs"
 CRD_HEADER = "# Generated from crds/kubelora_api by `python -m charts.generate`. Do not edit.\n"
 RULES_HEADER = (
     "# Generated from kubelora_api.thresholds and kubelora_api.metrics by "
@@ -43,7 +44,8 @@ def rendered() -> dict[Path, str]:
         + yaml.safe_dump(custom_resource_definition(), sort_keys=False, width=100),
         FILES / "rules.yaml": RULES_HEADER
         + yaml.dump(rules, Dumper=_BlockDumper, sort_keys=False, width=10_000, allow_unicode=True),
-        FINDINGS_PAGE: findings_page(),
+        DOCS / "findings.md": findings_page(),
+        DOCS / "job-reference.md": job_page(),
     }
 
 

@@ -21,7 +21,9 @@ SetByOperator = ("JOB_COMPLETION_INDEX", "MASTER_ADDR", "MASTER_PORT")
 class EnvVar(ApiModel):
     """An environment variable of the trainer container."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(
+        description="Name of the variable."
+    )
     value: Annotated[str, Field(max_length=32768)] | None = Field(None, description="Plain value.")
     value_from: JsonObject | None = Field(
         None, description="Source of the value: a secretKeyRef, configMapKeyRef or fieldRef."
@@ -43,7 +45,9 @@ class EnvVar(ApiModel):
 class Resources(ApiModel):
     """Requests and limits of the trainer container."""
 
-    requests: QuantityMap = Field(default_factory=dict)
+    requests: QuantityMap = Field(
+        default_factory=dict, description="Requests, such as cpu and memory."
+    )
     limits: QuantityMap = Field(
         default_factory=dict, description="Limits; nvidia.com/gpu is set from workers.gpusPerNode."
     )
@@ -52,14 +56,22 @@ class Resources(ApiModel):
 class Volume(ApiModel):
     """A volume of the pod. Claims named in URIs are mounted without one."""
 
-    name: Annotated[str, Field(min_length=1, max_length=63)]
-    persistent_volume_claim: JsonObject | None = None
-    config_map: JsonObject | None = None
-    secret: JsonObject | None = None
-    empty_dir: JsonObject | None = None
-    ephemeral: JsonObject | None = None
-    csi: JsonObject | None = None
-    nfs: JsonObject | None = None
+    name: Annotated[str, Field(min_length=1, max_length=63)] = Field(
+        description="Name that a volume mount refers to."
+    )
+    persistent_volume_claim: JsonObject | None = Field(
+        None, description="A claim of the job's namespace."
+    )
+    config_map: JsonObject | None = Field(None, description="Keys of a ConfigMap as files.")
+    secret: JsonObject | None = Field(None, description="Keys of a Secret as files.")
+    empty_dir: JsonObject | None = Field(
+        None, description="An empty directory that is deleted with the pod."
+    )
+    ephemeral: JsonObject | None = Field(
+        None, description="A claim that is created and deleted with the pod."
+    )
+    csi: JsonObject | None = Field(None, description="A volume of a CSI driver on the node.")
+    nfs: JsonObject | None = Field(None, description="A directory of an NFS server.")
     host_path: JsonObject | None = Field(
         None, description="Not allowed because it would expose the node's file system."
     )
@@ -86,10 +98,16 @@ class Volume(ApiModel):
 class VolumeMount(ApiModel):
     """A mount of a volume in the trainer container."""
 
-    name: Annotated[str, Field(min_length=1, max_length=63)]
-    mount_path: Annotated[str, Field(min_length=1, max_length=1024)]
-    sub_path: Annotated[str, Field(max_length=1024)] | None = None
-    read_only: bool = False
+    name: Annotated[str, Field(min_length=1, max_length=63)] = Field(
+        description="Name of the volume."
+    )
+    mount_path: Annotated[str, Field(min_length=1, max_length=1024)] = Field(
+        description="Absolute path in the container, outside /kubelora."
+    )
+    sub_path: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Path within the volume. Default: its root."
+    )
+    read_only: bool = Field(False, description="Mount it read-only. Default false.")
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="self.mountPath != '/kubelora' && !self.mountPath.startsWith('/kubelora/')",
@@ -116,13 +134,13 @@ class SecurityContext(ApiModel):
     )
     supplemental_groups: Annotated[
         list[Annotated[int, Field(ge=1, le=2**31 - 1)]], Field(max_length=32), LIST_ATOMIC
-    ] = Field(default_factory=list)
+    ] = Field(default_factory=list, description="Further group IDs of the processes.")
 
 
 class LocalObjectReference(ApiModel):
     """The name of an object in the job's namespace."""
 
-    name: Name
+    name: Name = Field(description="Name of the object.")
 
 
 class PodTemplate(ApiModel):
@@ -132,33 +150,44 @@ class PodTemplate(ApiModel):
         None, description="Trainer image. Default: the image configured for the operator."
     )
     env: Annotated[list[EnvVar], Field(max_length=128), list_map("name")] = Field(
-        default_factory=list
+        default_factory=list, description="Environment variables of the trainer container."
     )
     env_from: Annotated[list[JsonObject], Field(max_length=32), LIST_ATOMIC] = Field(
         default_factory=list,
         description="Secrets and ConfigMaps whose keys become environment variables.",
     )
     resources: Resources | None = None
-    node_selector: Annotated[StringMap, MAP_ATOMIC] = Field(default_factory=dict)
-    tolerations: Annotated[list[JsonObject], Field(max_length=64), LIST_ATOMIC] = Field(
-        default_factory=list
+    node_selector: Annotated[StringMap, MAP_ATOMIC] = Field(
+        default_factory=dict, description="Labels that a node must have."
     )
-    affinity: JsonObject | None = None
+    tolerations: Annotated[list[JsonObject], Field(max_length=64), LIST_ATOMIC] = Field(
+        default_factory=list, description="Taints of nodes that the pods tolerate."
+    )
+    affinity: JsonObject | None = Field(
+        None, description="Rules for nodes and for pods next to which the pods are scheduled."
+    )
     topology_spread_constraints: Annotated[list[JsonObject], Field(max_length=16), LIST_ATOMIC] = (
-        Field(default_factory=list)
+        Field(
+            default_factory=list,
+            description="How the pods of a job are spread over zones or other groups of nodes.",
+        )
     )
     volumes: Annotated[list[Volume], Field(max_length=32), list_map("name")] = Field(
         default_factory=list,
         description="Additional volumes. hostPath and projected volumes are not allowed.",
     )
     volume_mounts: Annotated[list[VolumeMount], Field(max_length=32), list_map("mountPath")] = (
-        Field(default_factory=list)
+        Field(default_factory=list, description="Mounts of volumes in the trainer container.")
     )
     shared_memory_size: Annotated[str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi)$", max_length=16)] = Field(
         "1Gi", description="Size of /dev/shm, which counts as memory of the pod. Default 1Gi."
     )
-    priority_class_name: Name | None = None
-    runtime_class_name: Name | None = None
+    priority_class_name: Name | None = Field(
+        None, description="PriorityClass of the pods. Default: the cluster's."
+    )
+    runtime_class_name: Name | None = Field(
+        None, description="RuntimeClass of the pods, such as nvidia. Default: the node's."
+    )
     service_account_name: Name | None = Field(
         None, description="Service account of the pods; its token is not mounted. Default: default."
     )
@@ -173,9 +202,13 @@ class PodTemplate(ApiModel):
     )
     image_pull_secrets: Annotated[
         list[LocalObjectReference], Field(max_length=16), list_map("name")
-    ] = Field(default_factory=list)
-    labels: StringMap = Field(default_factory=dict)
-    annotations: StringMap = Field(default_factory=dict)
+    ] = Field(default_factory=list, description="Secrets to pull the image with.")
+    labels: StringMap = Field(
+        default_factory=dict, description="Further labels of the pods, not under kubelora.dev/."
+    )
+    annotations: StringMap = Field(
+        default_factory=dict, description="Further annotations of the pods."
+    )
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="!has(self.labels) || self.labels.all(k, !k.matches('^(.*[.])?kubelora[.]dev/'))",

@@ -43,12 +43,20 @@ class StatusModel(ApiModel):
 class Condition(StatusModel):
     """A metav1.Condition."""
 
-    type: Annotated[str, Field(min_length=1, max_length=316)]
-    status: Literal["True", "False", "Unknown"]
-    observed_generation: Annotated[int, Field(ge=0)] = 0
-    last_transition_time: Time
-    reason: Annotated[str, Field(min_length=1, max_length=1024)]
-    message: Annotated[str, Field(max_length=32768)]
+    type: Annotated[str, Field(min_length=1, max_length=316)] = Field(
+        description="Type, such as Running."
+    )
+    status: Literal["True", "False", "Unknown"] = Field(description="True, False or Unknown.")
+    observed_generation: Annotated[int, Field(ge=0)] = Field(
+        0, description="Generation of the spec that the condition is about."
+    )
+    last_transition_time: Time = Field(description="When the status changed last.")
+    reason: Annotated[str, Field(min_length=1, max_length=1024)] = Field(
+        description="Reason for the status, as one CamelCase term."
+    )
+    message: Annotated[str, Field(max_length=32768)] = Field(
+        description="What happened and what to do, in sentences."
+    )
 
 
 class Progress(StatusModel):
@@ -59,7 +67,9 @@ class Progress(StatusModel):
     percent: str | None = Field(None, description="Percentage of the steps done, such as 42%.")
     samples_per_second: float | None = Field(None, description="Images per second over all GPUs.")
     eta: str | None = Field(None, description="Time left, such as 1h20m.")
-    estimated_completion_time: Time | None = None
+    estimated_completion_time: Time | None = Field(
+        None, description="When the last step is expected to be done."
+    )
     loss: float | None = Field(None, description="Mean loss of the last optimizer step.")
     last_report_time: Time | None = Field(None, description="Time of the last report of a pod.")
 
@@ -67,43 +77,52 @@ class Progress(StatusModel):
 class Finding(StatusModel):
     """A numerical problem found by the watchdog."""
 
-    name: Annotated[str, Field(max_length=64)]
-    severity: Severity
-    group: Annotated[str, Field(max_length=64)] | None = None
+    name: Annotated[str, Field(max_length=64)] = Field(description="Name, such as UpdatesLost.")
+    severity: Severity = Field(description="warning or critical.")
+    group: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="Group of layers that it is about; none if it is about all."
+    )
     value: float | None = Field(None, description="Measured value.")
     threshold: float | None = Field(None, description="Limit that the value is compared with.")
     since_step: int | None = Field(None, description="First optimizer step with this finding.")
-    message: Annotated[str, Field(max_length=1024)]
+    message: Annotated[str, Field(max_length=1024)] = Field(
+        description="What was found, its likely cause and what to do."
+    )
 
 
 class HealthStatus(StatusModel):
     """Numerical health of the run."""
 
-    verdict: Verdict = "Unknown"
+    verdict: Verdict = Field(
+        "Unknown",
+        description="Severity of the worst finding, or Healthy; Unknown before the first verdict.",
+    )
     findings: Annotated[
         list[Finding], Field(max_length=10), Kube({"x-kubernetes-list-type": "atomic"})
-    ] = Field(default_factory=list)
+    ] = Field(default_factory=list, description="Findings so far, at most 10.")
 
 
 class CheckpointStatus(StatusModel):
     """The newest checkpoint."""
 
-    step: int
-    uri: Annotated[str, Field(max_length=1024)]
+    step: int = Field(description="Optimizer step after which it was saved.")
+    uri: Annotated[str, Field(max_length=1024)] = Field(description="Where it was saved.")
 
 
 class Artifact(StatusModel):
     """A file written by the job."""
 
-    uri: Annotated[str, Field(max_length=1024)]
-    sha256: Annotated[str, Field(max_length=64)]
-    bytes: int
+    uri: Annotated[str, Field(max_length=1024)] = Field(description="Where the file is.")
+    sha256: Annotated[str, Field(max_length=64)] = Field(description="Its SHA-256, in hex.")
+    bytes: int = Field(description="Its size.")
 
 
 class JobStatus(StatusModel):
     """Observed state of the job."""
 
-    observed_generation: int | None = None
+    observed_generation: int | None = Field(
+        None, description="Generation of the spec that this status is about."
+    )
     state: str | None = Field(
         None, description="Summary of the conditions, shown in the STATE column."
     )
@@ -121,8 +140,8 @@ class JobStatus(StatusModel):
     unknown_ends: int = Field(
         0, description="Attempts in that window whose Job was gone before its outcome was known."
     )
-    start_time: Time | None = None
-    completion_time: Time | None = None
+    start_time: Time | None = Field(None, description="When the first attempt was created.")
+    completion_time: Time | None = Field(None, description="When the job ended.")
     active_seconds: int | None = Field(None, description="Seconds of running over all attempts.")
     progress: Progress | None = None
     health: HealthStatus | None = None

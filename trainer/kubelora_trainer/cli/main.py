@@ -1,4 +1,4 @@
-"""`kubelora`: train, validate, demo. The command is the same on a laptop and in a pod.
+"""`kubelora`: train, validate, explain and more. The command is the same on a laptop and in a pod.
 
 Slow libraries are imported inside the commands that need them, so that `--help` and `validate` are
 instant. Every expected failure is one message on standard error and a documented exit code.
@@ -205,6 +205,23 @@ def demo(directory: Path, layout: str) -> None:
 
     paths = create_demo(directory, "full" if layout == "full" else "small")
     click.echo(f"model:  {paths.model}\nphotos: {paths.photos}")
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  kubelora explain spec.training
+  kubelora explain training.learningRate
+  kubelora explain spec --recursive
+"""
+)
+@click.argument("field", default="spec")
+@click.option("--recursive", is_flag=True, help="Only names and types of all fields below it.")
+def explain(field: str, recursive: bool) -> None:
+    """Describe a FIELD of a job, as kubectl explain does, without a cluster."""
+    from kubelora_trainer.cli.explain import explanation
+
+    click.echo(explanation(field, recursive=recursive))
 
 
 @main.command(
