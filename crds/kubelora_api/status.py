@@ -117,6 +117,16 @@ class Artifact(StatusModel):
     bytes: int = Field(description="Its size.")
 
 
+class CountedRun(StatusModel):
+    """The pod whose running time activeSeconds counted last."""
+
+    attempt: int = Field(description="Number of its attempt.")
+    uid: Annotated[str, Field(max_length=64)] = Field(description="UID of the pod.")
+    start_time: Time = Field(description="When its trainer started.")
+    end_time: Time | None = Field(None, description="When its trainer ended, if it has.")
+    seconds: int = Field(description="Seconds of it that activeSeconds holds.")
+
+
 class JobStatus(StatusModel):
     """Observed state of the job."""
 
@@ -142,7 +152,14 @@ class JobStatus(StatusModel):
     )
     start_time: Time | None = Field(None, description="When the first attempt was created.")
     completion_time: Time | None = Field(None, description="When the job ended.")
-    active_seconds: int | None = Field(None, description="Seconds of running over all attempts.")
+    active_seconds: int | None = Field(
+        None,
+        description="Seconds for which the trainer of index 0 ran, over all attempts. Up to a "
+        "minute old while it runs.",
+    )
+    counted_run: CountedRun | None = Field(
+        None, description="The running time that activeSeconds counted last."
+    )
     progress: Progress | None = None
     health: HealthStatus | None = None
     checkpoint: CheckpointStatus | None = None

@@ -179,6 +179,7 @@ class World:
                 pod,
                 phase="Failed" if code else "Succeeded",
                 running=False,
+                ended=self.now if pod.since else None,
                 exit_code=code,
                 out_of_memory=out_of_memory,
                 disrupted=evicted,

@@ -104,7 +104,7 @@ def pod_from(document: JsonObject, job: str, uid: str, owners: frozenset[str]) -
         disrupted=_condition_with(status, DISRUPTION, "True") is not None,
         running=bool(running),
         ready=bool(container.get("ready")),
-        since=_time(running.get("startedAt")),
+        since=_time(running.get("startedAt") or ended.get("startedAt")),
         ended=_time(ended.get("finishedAt")),
         waiting=_waiting_explanation(status, state.get("waiting") or {}),
         exit_code=ended.get("exitCode"),

@@ -16,6 +16,8 @@ from typing import Final
 
 from kubelora_api.report import FinalReport
 from kubelora_api.status import JobStatus
+from kubelora_operator.decision.active_time import count_active_time
+from kubelora_operator.decision.clock import largest_lead, without_future_times
 from kubelora_operator.decision.conditions import (
     ACCEPTED,
     COMPLETE,
@@ -29,7 +31,7 @@ from kubelora_operator.decision.conditions import (
     parse_time,
 )
 from kubelora_operator.decision.display_state import display_state
-from kubelora_operator.decision.events import events_for_changes, unreadable_status
+from kubelora_operator.decision.events import clock_ahead, events_for_changes, unreadable_status
 from kubelora_operator.decision.failure import (
     FREE_REASONS,
     Failure,
@@ -91,11 +93,10 @@ def decide(
         return ReconcilePlan(status=snapshot.status)
     if snapshot.status_problems:
         return ReconcilePlan(status=snapshot.status, events=(unreadable_status(snapshot),))
+    lead = largest_lead(snapshot.status, now)
+    status = without_future_times(snapshot.status, now) if lead else snapshot.status
     builder = PlanBuilder(
-        snapshot,
-        now,
-        snapshot.status,
-        Conditions.start(snapshot.status.conditions, snapshot.generation, now),
+        snapshot, now, status, Conditions.start(status.conditions, snapshot.generation, now)
     )
     if _terminal(builder.conditions):
         stale = tuple(c for c in snapshot.children if c.live and not c.deleting)
@@ -105,8 +106,10 @@ def decide(
             force_delete=forced_pods(snapshot, now),
             requeue_after=REQUEUE_SOON if builder.live else None,
         )
-    builder = _decide(_set_accepted(_recover_attempt_number(builder)), poll)
-    return _build_plan(builder if _terminal(builder.conditions) else report_overdue_pod(builder))
+    builder = _count_active_time(_set_accepted(_recover_attempt_number(builder)))
+    builder = _decide(builder, poll)
+    plan = _build_plan(builder if _terminal(builder.conditions) else report_overdue_pod(builder))
+    return replace(plan, events=(*plan.events, clock_ahead(lead))) if lead else plan
 
 
 def _observed(builder: PlanBuilder) -> JobStatus:
@@ -129,6 +132,11 @@ def _recover_attempt_number(builder: PlanBuilder) -> PlanBuilder:
             return builder.update_status(attempt=newest)
         return builder
     return builder.update_status(attempt=max(known))
+
+
+def _count_active_time(builder: PlanBuilder) -> PlanBuilder:
+    counted = count_active_time(builder.snapshot, builder.status, builder.child, builder.conditions)
+    return replace(builder, status=counted)
 
 
 def _set_accepted(builder: PlanBuilder) -> PlanBuilder:
@@ -226,7 +234,7 @@ def _complete(builder: PlanBuilder, child: Child) -> PlanBuilder:
     ended = finish_time(child, builder.now)
     message = final.message if final else "training has finished; the pod left no final report"
     builder = set_not_running(
-        replace(builder, status=status), "Finished", "the trainer has finished", ended
+        replace(builder, status=status), "Finished", "the trainer has finished"
     )
     builder = builder.clear_condition(QUEUED, "Complete", "the job is complete")
     builder = builder.clear_condition(RESTARTING, "Complete", "the job is complete")
@@ -257,10 +265,7 @@ def _account_for_failure(builder: PlanBuilder, failure: Failure) -> PlanBuilder:
                 f"restartPolicy.maxRestarts ({limit}) has been reached",
             ),
         )
-    ended = finish_time(builder.child, builder.now)
-    builder = set_not_running(
-        builder, failure.explanation.reason, failure.explanation.message, ended
-    )
+    builder = set_not_running(builder, failure.explanation.reason, failure.explanation.message)
     builder = builder.clear_condition(
         QUEUED, "AttemptEnded", f"attempt {builder.status.attempt} has ended"
     )
@@ -291,7 +296,7 @@ def _fail(builder: PlanBuilder, explanation: Explanation) -> PlanBuilder:
     if _others_live(builder):
         return replace(builder, requeue_after=REQUEUE_SOON)
     ended = finish_time(builder.child, builder.now)
-    builder = set_not_running(builder, explanation.reason, explanation.message, ended)
+    builder = set_not_running(builder, explanation.reason, explanation.message)
     builder = builder.clear_condition(QUEUED, "Failed", "the job has failed")
     builder = builder.clear_condition(RESTARTING, "Failed", "the job has failed")
     builder = builder.clear_condition(SUSPENDED, "Failed", "the job has failed")
@@ -333,7 +338,7 @@ def _suspend(builder: PlanBuilder) -> PlanBuilder:
     builder = builder.clear_condition(RESTARTING, "Suspended", "spec.suspend is true")
     at = builder.status.checkpoint
     where = f" from the checkpoint of step {at.step}" if at else " from the last checkpoint"
-    builder = set_not_running(builder, "Suspended", "spec.suspend is true", builder.now)
+    builder = set_not_running(builder, "Suspended", "spec.suspend is true")
     return builder.set_condition(
         SUSPENDED,
         True,

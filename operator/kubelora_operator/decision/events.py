@@ -1,5 +1,6 @@
 """Events for the changes of a job's conditions that a user should see. Pure."""
 
+from datetime import timedelta
 from typing import Final
 
 from kubelora_api.status import Condition, JobStatus
@@ -16,6 +17,7 @@ from kubelora_operator.decision.conditions import (
 from kubelora_operator.decision.failure import HEALTH_POLICY_REASON
 from kubelora_operator.decision.free_restarts import BUDGET_REASON
 from kubelora_operator.decision.plan import JobEvent
+from kubelora_operator.decision.run_progress import format_duration
 from kubelora_operator.decision.snapshot import Snapshot
 
 _EVENT_WHEN_TRUE: Final = (QUEUED, SUSPENDED, RESTARTING, COMPLETE, FAILED)
@@ -43,6 +45,16 @@ def unreadable_status(snapshot: Snapshot) -> JobEvent:
         "StatusUnreadable",
         "the operator leaves this job as it is, because it can't read "
         f"{snapshot.status_problems[0]}. If a newer operator wrote it, install that version again",
+    )
+
+
+def clock_ahead(lead: timedelta) -> JobEvent:
+    """Return the Event for times in the status that a clock ahead of this one has stamped."""
+    return JobEvent(
+        "Warning",
+        "ClockSkew",
+        f"times in the status were up to {format_duration(lead.total_seconds())} in the future and "
+        "were set to now: check the clocks of the cluster's nodes",
     )
 
 

@@ -40,7 +40,7 @@ def report_overdue_pod(builder: PlanBuilder) -> PlanBuilder:
     if pod is None or pod.delete_by is None or pod.node is None:
         return builder
     explanation = _explain(pod, pod.delete_by)
-    builder = set_not_running(builder, explanation.reason, explanation.message, pod.delete_by)
+    builder = set_not_running(builder, explanation.reason, explanation.message)
     if builder.conditions.reason(SUSPENDED) == "Suspending":
         builder = builder.set_condition(SUSPENDED, False, "Suspending", explanation.message)
     left = pod.delete_by + FORCE_AFTER - builder.now

@@ -12,7 +12,6 @@ from kubelora_operator.decision.conditions import (
     SUSPENDED,
     Conditions,
     Truth,
-    parse_time,
 )
 from kubelora_operator.decision.run_progress import set_health_condition
 from kubelora_operator.decision.snapshot import Child, Snapshot, TrainerPod
@@ -88,21 +87,14 @@ class PlanBuilder:
         )
 
 
-def set_not_running(
-    builder: PlanBuilder, reason: str, message: str, ended: datetime
-) -> PlanBuilder:
-    """Set Running to False and add the time it ran until ``ended`` to ``activeSeconds``.
+def set_not_running(builder: PlanBuilder, reason: str, message: str) -> PlanBuilder:
+    """Set Running to False, and what is known of the numerical health of a job without a pod.
 
     Args:
         builder: The plan so far.
         reason: CamelCase reason.
         message: Sentence for the user.
-        ended: When the attempt stopped running.
     """
-    running = builder.conditions.get(RUNNING)
-    if running and running.status == "True":
-        ran = max(int((ended - parse_time(running.last_transition_time)).total_seconds()), 0)
-        builder = builder.update_status(active_seconds=(builder.status.active_seconds or 0) + ran)
     if builder.conditions.reason(HEALTHY) == "StatusUnreachable":
         # That was about a running pod; without one, the last verdict holds again.
         builder = replace(

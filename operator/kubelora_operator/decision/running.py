@@ -1,16 +1,18 @@
 """Rules for an attempt whose Job exists and has not finished: report its progress. Pure."""
 
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Final
 
 from kubelora_api.report import RunReport
+from kubelora_operator.decision.active_time import running_since
 from kubelora_operator.decision.conditions import (
     HEALTHY,
     QUEUED,
     RESTARTING,
     RUNNING,
     SUSPENDED,
+    Conditions,
     format_time,
 )
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, set_not_running
@@ -86,7 +88,7 @@ def _queued(builder: PlanBuilder, child: Child) -> PlanBuilder:
             f"Job {child.name} was suspended, but not by the operator: "
             "set its spec.suspend to false",
         )
-    builder = set_not_running(builder, "Queued", explanation.message, builder.now)
+    builder = set_not_running(builder, "Queued", explanation.message)
     return builder.set_condition(QUEUED, True, explanation.reason, explanation.message)
 
 
@@ -99,7 +101,7 @@ def _pending(builder: PlanBuilder, pod: TrainerPod | None) -> PlanBuilder:
             "Starting", "the pod's container is being created" if pod else "no pod exists yet"
         )
     return replace(
-        set_not_running(builder, explanation.reason, explanation.message, builder.now),
+        set_not_running(builder, explanation.reason, explanation.message),
         requeue_after=_REQUEUE_PENDING,
     )
 
@@ -113,7 +115,7 @@ def _running(builder: PlanBuilder, pod: TrainerPod) -> PlanBuilder:
             builder, conditions=set_health_condition(builder.conditions, report.health)
         )
         return builder.set_condition(RUNNING, True, "Training", f"pod {pod.name} is training")
-    if isinstance(report, Unreachable) and _startup_timed_out(pod, builder.now):
+    if isinstance(report, Unreachable) and _startup_timed_out(pod, builder.conditions):
         message = f"pod {pod.name} is running, but its status can't be read: {report.message}"
         builder = builder.set_condition(RUNNING, True, "StatusUnreachable", message)
         unknown = builder.conditions.set(HEALTHY, "Unknown", "StatusUnreachable", message)
@@ -125,5 +127,6 @@ def _running(builder: PlanBuilder, pod: TrainerPod) -> PlanBuilder:
     )
 
 
-def _startup_timed_out(pod: TrainerPod, now: datetime) -> bool:
-    return pod.since is None or now - pod.since > _STARTUP_TIMEOUT
+def _startup_timed_out(pod: TrainerPod, conditions: Conditions) -> bool:
+    since = running_since(pod, conditions)
+    return since is None or conditions.now - since > _STARTUP_TIMEOUT

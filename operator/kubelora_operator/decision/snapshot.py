@@ -69,7 +69,7 @@ class TrainerPod:
     node_name: Name of its node, once it is scheduled.
     node: State of its node; read only when the pod should be gone but is not.
     waiting: Why its container is not running, in the cluster's words.
-    since: When its container started.
+    since: When its container started, also if it has ended.
     ended: When its container terminated.
     exit_code: The trainer's own, whatever the pod's phase: a sidecar may outlive the trainer.
     verdict: The kubelet's reason and message if it refused or ended the pod, such as Evicted.

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+from kubelora_operator.decision.clock import elapsed_since
 from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, TrainerPod
 
 JOB_CONTROLLER_TIME: Final = timedelta(seconds=10)
@@ -41,7 +42,7 @@ def judge_child(snapshot: Snapshot, attempt: int, now: datetime) -> Child | None
         return child
     failed = sorted((p for p in ended if p.exit_code), key=_end)
     first = done or next(iter(failed), None)
-    if first is None or now - _end(first) < JOB_CONTROLLER_TIME:
+    if first is None or elapsed_since(_end(first), now) < JOB_CONTROLLER_TIME:
         return child
     if any(p.writing for p in pods) and not _peers_overdue(first.ended, now):
         return child
@@ -68,7 +69,7 @@ def _end(pod: TrainerPod) -> datetime:
 
 
 def _peers_overdue(end: datetime | None, now: datetime) -> bool:
-    return end is not None and now - end >= PEER_TIME
+    return end is not None and elapsed_since(end, now) >= PEER_TIME
 
 
 def _completed(child: Child, pod: TrainerPod, now: datetime) -> Child:

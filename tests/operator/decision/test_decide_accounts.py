@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from kubelora_api.report import FinalReport
-from kubelora_api.status import CheckpointStatus, Condition, HealthStatus, JobStatus
+from kubelora_api.status import CheckpointStatus, Condition, CountedRun, HealthStatus, JobStatus
 from kubelora_operator.decision.decide import decide
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON
 from kubelora_operator.decision.snapshot import Child, Explanation, TrainerPod
@@ -348,7 +348,8 @@ def test_a_suspended_job_waits_for_no_queue_and_runs_no_longer() -> None:
         told("Running", "True", "Training", "2026-03-01T11:59:00Z"),
     ]
     at = CheckpointStatus(step=42, uri="pvc://adapters/bottles/checkpoints/step-000042")
-    status = JobStatus(attempt=1, conditions=conditions, checkpoint=at)
+    run = CountedRun(attempt=1, uid="pod-1", start_time="2026-03-01T11:59:00Z", seconds=0)
+    status = JobStatus(attempt=1, conditions=conditions, checkpoint=at, counted_run=run)
     plan = decide(make_snapshot(suspend=True, status=status), START)
     assert {c.type: c.status for c in plan.status.conditions if c.type != "Accepted"} == {
         "Queued": "False",

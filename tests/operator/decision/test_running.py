@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from kubelora_api.report import RunReport
-from kubelora_api.status import JobStatus
+from kubelora_api.status import CountedRun, JobStatus
 from kubelora_operator.decision.decide import decide
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON
 from kubelora_operator.decision.snapshot import (
@@ -84,7 +84,14 @@ def test_a_job_under_way_is_neither_restarting_nor_suspended() -> None:
 
 
 def test_time_in_a_queue_is_not_time_of_running() -> None:
-    running = FIRST.model_copy(update={"conditions": [told("Running", "True", "Training")]})
+    run = CountedRun(attempt=1, uid="pod-1", start_time="2026-03-01T12:00:00Z", seconds=60)
+    running = FIRST.model_copy(
+        update={
+            "conditions": [told("Running", "True", "Training")],
+            "active_seconds": 60,
+            "counted_run": run,
+        }
+    )
     preempted = replace(JOB, suspended=True, queue="team-studio")
     plan = decide(view(child=preempted, status=running), START + 2 * MINUTES)
     assert (truth(plan.status, "Running"), plan.status.active_seconds) == ("False", 120)
