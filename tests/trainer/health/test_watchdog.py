@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from kubelora_api.status import Finding
+from kubelora_api.thresholds import FINDINGS, GRADIENT_NONFINITE, Event, Threshold
+from kubelora_trainer.health.detector import NOTHING, Detector, Judgement
 from kubelora_trainer.health.detectors.quantities import FactorFacts, RunFacts
+from kubelora_trainer.health.detectors.repeated_draws import RepeatedDraws
 from kubelora_trainer.health.detectors.step_limits import StepLimits
 from kubelora_trainer.health.watch_state import WatchState, from_json, to_json
 from kubelora_trainer.telemetry.step_metrics import GroupNumbers, StepNumbers
-from tests.trainer.fixtures.watching import after, watchdog
+from tests.trainer.fixtures.watching import after, micro_batch, watchdog
 
 WELL = GroupNumbers(
     grad_norm=1.0,
@@ -149,6 +153,51 @@ def test_what_the_user_went_on_from_is_due_again_only_after_it_cleared() -> None
     for step in range(20, 25):
         state = observe(state, numbers(step, down_lora_A=lossy))
     assert state.due is not None
+
+
+class Lasting(Detector):
+    """A detector that raises one row in its first step and never clears it, as events are."""
+
+    def __init__(self, row: Threshold | Event) -> None:
+        self.rows = (row,)
+
+    def on_step(self, numbers: StepNumbers, known: WatchState) -> Judgement:
+        row = self.rows[0]
+        if row.finding in known.found:
+            return NOTHING
+        return Judgement((Finding(name=row.finding, severity=row.severity, message="x"),))
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in FINDINGS if r.severity == "critical"], ids=lambda r: str(r.finding)
+)
+def test_whatever_lasts_suspends_once_and_not_again_when_the_run_is_resumed(
+    row: Threshold | Event,
+) -> None:
+    first = watchdog(Lasting(row))
+    first.on_step(numbers(1))
+    assert first.state.due is not None
+    first.accept()
+    resumed = watchdog(Lasting(row), saved=from_json(to_json(first.snapshot())), reason="resumed")
+    for step in (2, 3):
+        resumed.on_step(numbers(step))
+        again = resumed.state.due is not None
+        assert again == (row is GRADIENT_NONFINITE), "accepted, and raised again"
+    assert resumed.state.verdict == "Critical"
+
+
+def test_draws_that_stay_the_same_suspend_once() -> None:
+    first = watchdog(RepeatedDraws())
+    for micro_step in range(16):
+        first.on_micro_batch(micro_batch(micro_step))
+    first.on_step(numbers(1))
+    assert first.state.due is not None
+    first.accept()
+    resumed = watchdog(RepeatedDraws(), saved=first.snapshot(), reason="resumed")
+    for micro_step in range(16, 48):
+        resumed.on_micro_batch(micro_batch(micro_step))
+    resumed.on_step(numbers(2))
+    assert resumed.state.due is None
 
 
 def test_a_gradient_that_is_not_finite_is_an_event_that_nobody_accepts_for_the_next_time() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from kubelora_api.status import Finding
-from kubelora_api.thresholds import THRESHOLDS
+from kubelora_api.thresholds import GRADIENT_NONFINITE, THRESHOLDS
 from kubelora_trainer.health.detector import Detector, Judgement, RunStart
 from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.objective.micro_batch_facts import MicroBatchFacts
@@ -87,10 +87,11 @@ class Watchdog:
     def accept(self) -> None:
         """Accept the active findings, because the user resumed the run knowing them.
 
-        A finding of a single step is not accepted: the next one is a new event.
+        They stay accepted while they last: what is found once, such as constant latents, lasts to
+        the end of the run. A gradient that is not finite is an event of its own each time.
         """
-        lasting = {t.finding for t in THRESHOLDS if t.window > 1}
-        self.state = replace(self.state, accepted=self.state.active & lasting)
+        accepted = self.state.active - {GRADIENT_NONFINITE.finding}
+        self.state = replace(self.state, accepted=accepted)
 
     def snapshot(self) -> WatchState:
         """Return the state with that of the detectors, for a checkpoint."""
