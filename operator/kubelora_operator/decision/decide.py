@@ -14,37 +14,26 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from kubelora_api.report import FinalReport
 from kubelora_api.status import JobStatus
 from kubelora_operator.decision.active_time import count_active_time
+from kubelora_operator.decision.attempt_end import account_for_failure, complete_job, fail_job
+from kubelora_operator.decision.attempt_start import start_first_attempt, start_next_attempt
 from kubelora_operator.decision.clock import largest_lead, without_future_times
 from kubelora_operator.decision.conditions import (
     ACCEPTED,
     COMPLETE,
     FAILED,
-    QUEUED,
-    RESTARTING,
-    RUNNING,
     SUSPENDED,
     Conditions,
-    format_time,
-    parse_time,
 )
 from kubelora_operator.decision.display_state import display_state
 from kubelora_operator.decision.events import clock_ahead, events_for_changes, unreadable_status
 from kubelora_operator.decision.failure import (
-    FREE_REASONS,
-    Failure,
-    RestartCost,
     classify_failure,
     externally_deleted,
 )
 from kubelora_operator.decision.free_restarts import (
-    budget_exceeded,
-    count_free_restart,
-    forget_free_restarts,
     open_window,
-    suspend_by_budget,
 )
 from kubelora_operator.decision.lost_node import (
     forced_pods,
@@ -55,28 +44,20 @@ from kubelora_operator.decision.plan import ReconcilePlan
 from kubelora_operator.decision.plan_builder import (
     REQUEUE_SOON,
     PlanBuilder,
-    finish_time,
-    set_not_running,
 )
 from kubelora_operator.decision.policy_suspension import (
     USER_WAIT_REASONS,
-    policy_is_suspend,
-    suspend_by_policy,
     waits_for_user,
 )
-from kubelora_operator.decision.restart_delay import restart_delay, run_duration
 from kubelora_operator.decision.run_progress import (
-    apply_final_report,
     lossy_precision_message,
-    set_health_condition,
 )
 from kubelora_operator.decision.running import track
 from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, TrainerPod
-from kubelora_operator.decision.trainer_end import peers_given_up
+from kubelora_operator.decision.suspension import suspend_job
 
 KEPT_ATTEMPTS: Final = 3
 """Jobs of finished attempts that are kept for `kubectl describe` and `kubectl logs`."""
-_REJECTIONS: Final = frozenset({"Rejected", "NameTaken"})
 
 
 def decide(
@@ -156,11 +137,11 @@ def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:
     child = builder.child
     builder = _delete_stale_jobs(builder)
     if child and child.state == "complete":
-        return _complete(builder, child)
+        return complete_job(builder, child)
     if child and child.state == "failed" and not builder.attempt_accounted:
-        return _account_for_failure(builder, classify_failure(builder.snapshot, child))
+        return account_for_failure(builder, classify_failure(builder.snapshot, child))
     if child and child.live and (lost := _lost_pod(builder, child)):
-        return _account_for_failure(builder, lost_with_its_node(lost))
+        return account_for_failure(builder, lost_with_its_node(lost))
     if child is None and builder.status.attempt > 0 and not builder.attempt_accounted:
         if builder.conditions.reason(SUSPENDED) != "Suspending":
             if _is_lost(builder):
@@ -170,17 +151,17 @@ def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:
                     f"{builder.snapshot.name}-{builder.snapshot.uid[:5]}-{builder.status.attempt}"
                 )
                 status = open_window(builder).status
-                return _account_for_failure(builder, externally_deleted(name, status))
+                return account_for_failure(builder, externally_deleted(name, status))
         elif not builder.snapshot.suspend:
-            return _start_next_attempt(builder)
+            return start_next_attempt(builder)
     if builder.snapshot.suspend:
-        return _suspend(builder)
+        return suspend_job(builder)
     if waits_for_user(builder):
         return builder
     if builder.attempt_accounted:
-        return _start_next_attempt(builder)
+        return start_next_attempt(builder)
     if child is None:
-        return _start(builder)
+        return start_first_attempt(builder)
     return track(builder, child, poll)
 
 
@@ -216,7 +197,7 @@ def _is_lost(builder: PlanBuilder) -> bool:
 
 
 def _state_lost(builder: PlanBuilder) -> PlanBuilder:
-    return _fail(
+    return fail_job(
         builder,
         Explanation(
             "StateLost",
@@ -224,194 +205,6 @@ def _state_lost(builder: PlanBuilder) -> PlanBuilder:
             "deleted, so its outcome is unknown. Check the output; create a new job to train again",
         ),
     )
-
-
-def _complete(builder: PlanBuilder, child: Child) -> PlanBuilder:
-    if _others_live(builder):
-        return replace(builder, requeue_after=REQUEUE_SOON)
-    final = _final_report(builder.pods)
-    status = apply_final_report(builder.status, final, done=True)
-    ended = finish_time(child, builder.now)
-    message = final.message if final else "training has finished; the pod left no final report"
-    builder = set_not_running(
-        replace(builder, status=status), "Finished", "the trainer has finished"
-    )
-    builder = builder.clear_condition(QUEUED, "Complete", "the job is complete")
-    builder = builder.clear_condition(RESTARTING, "Complete", "the job is complete")
-    builder = builder.clear_condition(SUSPENDED, "Complete", "the job is complete")
-    if final or builder.status.health:
-        builder = replace(
-            builder, conditions=set_health_condition(builder.conditions, builder.status.health)
-        )
-    return builder.update_status(
-        completion_time=format_time(ended), child_uid=child.uid
-    ).set_condition(COMPLETE, True, "TrainingDone", message)
-
-
-def _account_for_failure(builder: PlanBuilder, failure: Failure) -> PlanBuilder:
-    """Account once for an attempt that ended without completing the job."""
-    status = apply_final_report(builder.status, _final_report(builder.pods), done=False)
-    builder = replace(builder, status=status)
-    restarts = builder.status.restarts + (1 if failure.cost is RestartCost.COUNTED else 0)
-    if failure.cost is RestartCost.FINAL:
-        return _fail(builder, failure.explanation)
-    if restarts > builder.snapshot.max_restarts and failure.cost is RestartCost.COUNTED:
-        limit = builder.snapshot.max_restarts
-        return _fail(
-            builder,
-            Explanation(
-                "MaxRestartsExceeded",
-                f"{failure.explanation.message}. "
-                f"restartPolicy.maxRestarts ({limit}) has been reached",
-            ),
-        )
-    builder = set_not_running(builder, failure.explanation.reason, failure.explanation.message)
-    builder = builder.clear_condition(
-        QUEUED, "AttemptEnded", f"attempt {builder.status.attempt} has ended"
-    )
-    builder = count_free_restart(builder.update_status(restarts=restarts), failure)
-    if builder.snapshot.suspend and not builder.live:
-        return _suspend(builder)
-    if failure.cost is RestartCost.SUSPENDED and policy_is_suspend(builder):
-        return suspend_by_policy(builder, failure.explanation)
-    if failure.cost is RestartCost.FREE and budget_exceeded(builder):
-        return suspend_by_budget(builder, failure)
-    counted = failure.cost is RestartCost.COUNTED
-    cost = (
-        f"restart {restarts} of {builder.snapshot.max_restarts}"
-        if counted
-        else "not counted against maxRestarts"
-    )
-    builder = builder.set_condition(
-        RESTARTING,
-        True,
-        failure.explanation.reason,
-        f"attempt {builder.status.attempt} ended: {failure.explanation.message}. The next attempt "
-        f"resumes from the last checkpoint ({cost})",
-    )
-    return replace(builder, requeue_after=_remaining_backoff(builder))
-
-
-def _fail(builder: PlanBuilder, explanation: Explanation) -> PlanBuilder:
-    if _others_live(builder):
-        return replace(builder, requeue_after=REQUEUE_SOON)
-    ended = finish_time(builder.child, builder.now)
-    builder = set_not_running(builder, explanation.reason, explanation.message)
-    builder = builder.clear_condition(QUEUED, "Failed", "the job has failed")
-    builder = builder.clear_condition(RESTARTING, "Failed", "the job has failed")
-    builder = builder.clear_condition(SUSPENDED, "Failed", "the job has failed")
-    if builder.status.health and builder.status.health.verdict != "Unknown":
-        builder = replace(
-            builder, conditions=set_health_condition(builder.conditions, builder.status.health)
-        )
-    return builder.update_status(completion_time=format_time(ended)).set_condition(
-        FAILED, True, explanation.reason, explanation.message
-    )
-
-
-def _others_live(builder: PlanBuilder) -> bool:
-    """Return whether anything but the current child could still write to the output.
-
-    The job's result is recorded only after that has ended.
-    """
-    attempt = builder.status.attempt
-    given_up = peers_given_up(builder.snapshot, attempt, builder.now)
-    return any(c.live and c.attempt != attempt for c in builder.snapshot.children) or any(
-        p.writing and not (given_up and p.attempt == attempt) for p in builder.snapshot.pods
-    )
-
-
-def _suspend(builder: PlanBuilder) -> PlanBuilder:
-    live = tuple(c for c in builder.snapshot.children if c.live and not c.deleting)
-    others = tuple(c for c in builder.delete if c not in live)
-    builder = builder.clear_condition(QUEUED, "Suspended", "spec.suspend is true")
-    final = _final_report(builder.pods)
-    if final or builder.status.progress:
-        builder = replace(builder, status=apply_final_report(builder.status, final, done=False))
-    if builder.live:
-        builder = builder.set_condition(
-            SUSPENDED, False, "Suspending", "the pods are saving a checkpoint before they exit"
-        )
-        return replace(builder, delete=others + live, requeue_after=REQUEUE_SOON)
-    # Clear Restarting only now that Suspended is about to become True: until then it is what
-    # records that the finished attempt was accounted for.
-    builder = builder.clear_condition(RESTARTING, "Suspended", "spec.suspend is true")
-    at = builder.status.checkpoint
-    where = f" from the checkpoint of step {at.step}" if at else " from the last checkpoint"
-    builder = set_not_running(builder, "Suspended", "spec.suspend is true")
-    return builder.set_condition(
-        SUSPENDED,
-        True,
-        "SuspendedByUser",
-        "spec.suspend is true; set it to false to "
-        + (f"resume{where}" if builder.status.attempt else "start training"),
-    )
-
-
-def _start_next_attempt(builder: PlanBuilder) -> PlanBuilder:
-    """Start the next attempt once the last is gone, the delay is over and the spec is valid."""
-    if builder.live:
-        return replace(builder, requeue_after=REQUEUE_SOON)
-    wait = _remaining_backoff(builder)
-    if wait > timedelta():
-        return replace(builder, requeue_after=wait)
-    if builder.snapshot.spec is None:
-        return builder
-    number = builder.status.attempt + 1
-    builder = builder.update_status(attempt=number, child_uid=None)
-    if builder.conditions.is_true(SUSPENDED):
-        builder = forget_free_restarts(builder)
-    builder = builder.clear_condition(SUSPENDED, "Resumed", f"attempt {number} resumes training")
-    builder = builder.clear_condition(RESTARTING, "Restarted", f"attempt {number} was started")
-    return _create(builder)
-
-
-def _start(builder: PlanBuilder) -> PlanBuilder:
-    """Create the attempt's objects, for the first time or again after a crash in between."""
-    if builder.snapshot.spec is None:
-        return _set_waiting(
-            builder, "InvalidSpec", "the job is invalid; see the condition Accepted"
-        )
-    if builder.live:
-        return replace(builder, requeue_after=REQUEUE_SOON)
-    return _create(builder.update_status(attempt=max(builder.status.attempt, 1)))
-
-
-def _create(builder: PlanBuilder) -> PlanBuilder:
-    rejection = builder.snapshot.rejection
-    number = builder.status.attempt
-    builder = builder.clear_condition(QUEUED, "Starting", f"attempt {number} is being created")
-    if rejection:
-        builder = _set_waiting(builder, rejection.reason, rejection.message)
-    elif builder.conditions.reason(RUNNING) not in _REJECTIONS:
-        builder = _set_waiting(builder, "Starting", "the pod is being created")
-    if builder.status.start_time is None:
-        builder = builder.update_status(start_time=format_time(builder.now))
-    return replace(builder, create=builder.status.attempt)
-
-
-def _set_waiting(builder: PlanBuilder, reason: str, message: str) -> PlanBuilder:
-    return builder.set_condition(RUNNING, False, reason, message)
-
-
-def _remaining_backoff(builder: PlanBuilder) -> timedelta:
-    """Return how long the next attempt still has to wait."""
-    restarting = builder.conditions.get(RESTARTING)
-    if restarting is None or restarting.status != "True":
-        return timedelta()
-    free = restarting.reason in FREE_REASONS
-    count = builder.status.free_restarts if free else builder.status.restarts
-    delay = restart_delay(
-        RestartCost.FREE if free else RestartCost.COUNTED, count, run_duration(builder.child)
-    )
-    due = parse_time(restarting.last_transition_time) + delay
-    return max(due - builder.now, timedelta())
-
-
-def _final_report(pods: tuple[TrainerPod, ...]) -> FinalReport | None:
-    newest_first = pods[::-1]
-    by_index = sorted(newest_first, key=lambda p: p.index)
-    return next((p.final for p in by_index if p.final), None)
 
 
 def _build_plan(builder: PlanBuilder) -> ReconcilePlan:

@@ -11,6 +11,7 @@ from kubelora_api.report import FinalReport, RunReport
 from kubelora_api.spec import JobSpec
 from kubelora_api.status import HealthStatus, JobStatus, Progress
 from kubelora_operator.decision.conditions import HEALTHY, Conditions, format_time
+from kubelora_operator.decision.snapshot import TrainerPod
 
 _REASON: Final = re.compile("[A-Z][A-Za-z0-9]{0,63}")
 
@@ -91,6 +92,13 @@ def apply_final_report(status: JobStatus, final: FinalReport | None, done: bool)
         if final.health.verdict != "Unknown":
             changed["health"] = final.health
     return status.model_copy(update=changed)
+
+
+def newest_final_report(pods: tuple[TrainerPod, ...]) -> FinalReport | None:
+    """Return the final report of the newest pod of the lowest index that left one, or None."""
+    newest_first = pods[::-1]
+    by_index = sorted(newest_first, key=lambda p: p.index)
+    return next((p.final for p in by_index if p.final), None)
 
 
 def set_health_condition(conditions: Conditions, health: HealthStatus | None) -> Conditions:
