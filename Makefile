@@ -89,6 +89,10 @@ bench-telemetry: $(VENV)/.trainer ## What telemetry costs of an optimizer step
 bench-gpu: $(VENV)/.trainer ## Images a second and memory on a GPU, with SDXL's real UNet
 	@$(PY) -m benchmarks.gpu
 
+.PHONY: bench-operator
+bench-operator: dev ## 200 and 1,000 jobs at once, a settled state and a restart, on a control plane of its own
+	@$(PY) -m benchmarks.operator_scale
+
 .PHONY: lint
 lint: dev ## Style, types and walls between the rooms
 	@$(PY) -m tests.tiers lint

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
+from importlib.metadata import version
 from typing import Final
 from urllib.parse import quote, urlencode
 
@@ -25,6 +26,8 @@ PAGE: Final = 200
 """Objects of a list's page: a larger page doubles the memory at the start."""
 _RETRY_AFTER_MAX: Final = 300.0
 """Seconds: a longer wait than after a refusal would look like a stopped operator."""
+_USER_AGENT: Final = f"kubelora-operator/{version('kubelora')}"
+"""Names the operator in the API server's audit log and metrics."""
 
 
 class ApiError(Exception):
@@ -228,7 +231,11 @@ class Cluster:
         missing_is_fine: bool = False,
     ) -> JsonObject:
         """Send one request, without retries because the work queue retries the job."""
-        headers = {"Accept": "application/json", "Content-Type": content}
+        headers = {
+            "Accept": "application/json",
+            "Content-Type": content,
+            "User-Agent": _USER_AGENT,
+        }
         url = self._api.configuration.host + path + (f"?{urlencode(query)}" if query else "")
         try:
             async with asyncio.timeout(timeout):

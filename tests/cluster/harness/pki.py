@@ -34,8 +34,20 @@ IDENTITIES = (
 )
 
 
-def write_pki(places: Places, node_address: str) -> None:
-    """Write the authorities, certificates, the token file and one kubeconfig an identity."""
+def write_pki(
+    places: Places,
+    node_address: str,
+    api_port: int = API_PORT,
+    identities: tuple[Identity, ...] = IDENTITIES,
+) -> None:
+    """Write the authorities, certificates, the token file and one kubeconfig an identity.
+
+    Args:
+        places: Folders of the cluster.
+        node_address: Address of the machine, for the API server's certificate.
+        api_port: Port of the API server on 127.0.0.1, for the kubeconfigs.
+        identities: Who gets a token.
+    """
     places.pki.mkdir(parents=True, exist_ok=True)
     places.pki.chmod(0o700)
     for authority in ("ca", "front-proxy-ca"):
@@ -60,17 +72,18 @@ def write_pki(places: Places, node_address: str) -> None:
     key = places.pki / "service-account.key"
     _openssl("genrsa", "-out", str(key), "2048")
     _openssl("rsa", "-in", str(key), "-pubout", "-out", str(key.with_suffix(".pub")))
-    _write_tokens(places)
+    _write_tokens(places, api_port, identities)
 
 
-def _write_tokens(places: Places) -> None:
+def _write_tokens(places: Places, api_port: int, identities: tuple[Identity, ...]) -> None:
     rows = []
-    for identity in IDENTITIES:
+    for identity in identities:
         token = secrets.token_hex(24)
         groups = ",".join(identity.groups)
         rows.append(f'{token},{identity.user},{identity.name},"{groups}"')
         path = kubeconfig_of(places, identity.name)
-        _write_secret(path, json.dumps(_kubeconfig(places, identity.name, token), indent=2))
+        config = _kubeconfig(places, identity.name, token, api_port)
+        _write_secret(path, json.dumps(config, indent=2))
     _write_secret(places.pki / "tokens.csv", "\n".join(rows) + "\n")
 
 
@@ -84,9 +97,9 @@ def token_of(places: Places, identity: str) -> str:
     return str(config["users"][0]["user"]["token"])
 
 
-def _kubeconfig(places: Places, name: str, token: str) -> dict[str, object]:
+def _kubeconfig(places: Places, name: str, token: str, api_port: int) -> dict[str, object]:
     authority = base64.b64encode((places.pki / "ca.crt").read_bytes()).decode()
-    server = {"server": f"https://127.0.0.1:{API_PORT}", "certificate-authority-data": authority}
+    server = {"server": f"https://127.0.0.1:{api_port}", "certificate-authority-data": authority}
     return {
         "apiVersion": "v1",
         "kind": "Config",

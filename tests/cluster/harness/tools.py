@@ -156,6 +156,15 @@ MONITORING_CRDS = ToolFamily(
     input_version="v0.95.2",
 )
 
+KWOK = ToolFamily(
+    name="kwok",
+    version="0.7.0",
+    module="sigs.k8s.io/kwok",
+    module_version="v0.7.0",
+    programs=("kwok",),
+    packages=("cmd/kwok",),
+)
+
 PAUSE = ToolFamily(
     name="pause",
     version="1",
@@ -167,7 +176,7 @@ PAUSE = ToolFamily(
 )
 
 # In the order in which a cold machine should build them: the cluster's own first.
-FAMILIES = (KUBERNETES, PAUSE, COREDNS, HELM, PROMETHEUS, MONITORING_CRDS)
+FAMILIES = (KUBERNETES, PAUSE, COREDNS, HELM, PROMETHEUS, MONITORING_CRDS, KWOK)
 
 
 def imports_of(family: ToolFamily) -> tuple[str, ...]:

@@ -1,0 +1,94 @@
+"""The real operator as a process, and what the kernel reports about it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from benchmarks.operator_scale.control_plane import (
+    OPERATOR_NAMESPACE,
+    ControlPlane,
+    free_ports,
+)
+from benchmarks.start_up import cpu_seconds
+from tests.cluster.harness import processes
+
+IMAGE: Final = "trainer:bench"
+_NAME: Final = "operator"
+_GRACE: Final = 30.0
+"""Seconds for an orderly end: the watches are closed and the Lease is released."""
+
+
+class OperatorProcess:
+    """A running operator.
+
+    started: Monotonic time of its start.
+    """
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._places = plane.places
+        self.started = time.monotonic()
+        (port,) = free_ports(1)
+        self._pid = processes.spawn(
+            plane.places,
+            _NAME,
+            (
+                sys.executable,
+                *("-m", "kubelora_operator.manager.main", "run", "--all-namespaces"),
+                *("--trainer-image", IMAGE),
+                *("--lease-namespace", OPERATOR_NAMESPACE),
+                *("--metrics-port", str(port)),
+            ),
+            {"KUBECONFIG": str(plane.operator_kubeconfig)},
+        )
+
+    @property
+    def log(self) -> Path:
+        """Its log, and that of those before it."""
+        return self._places.logs / f"{_NAME}.log"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return processes.start_time(self._pid) is not None
+
+    def cpu_seconds(self) -> float:
+        """Return its user and system time so far."""
+        return cpu_seconds(self._pid)
+
+    def peak_mib(self) -> float:
+        """Return the most memory that was resident so far."""
+        return self._memory("VmHWM")
+
+    def resident_mib(self) -> float:
+        """Return the memory that is resident now."""
+        return self._memory("VmRSS")
+
+    def stop(self) -> None:
+        """Stop it as the kubelet does."""
+        processes.stop(self._places, _NAME, _GRACE)
+
+    def _memory(self, field: str) -> float:
+        for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) / 1024
+        raise ProcessLookupError(f"the operator has ended; its log is {self.log}")
+
+
+@contextmanager
+def running_operator(plane: ControlPlane) -> Iterator[OperatorProcess]:
+    """Run the operator during the block.
+
+    Its modules are those of this process, wherever they were found.
+    """
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    operator = OperatorProcess(plane)
+    try:
+        yield operator
+    finally:
+        operator.stop()
