@@ -68,6 +68,10 @@ class ExitCode(IntEnum):
     """Another rank was lost; the cause is in that rank's report."""
     HELD = 5
     """The health policy is Suspend. A checkpoint is saved, and the run waits for its user."""
+    OUT_OF_MEMORY = 6
+    """Memory ran out, of the GPU or of the machine. Final if it happens twice at the same step."""
+    DEVICE = 7
+    """The GPU or its driver failed or cannot be used. The next attempt prefers another node."""
     INTERRUPTED = 75
     """Stopped on request after a checkpoint was saved. Does not count as a restart."""
 

@@ -150,6 +150,17 @@ class JobStatus(StatusModel):
     unknown_ends: int = Field(
         0, description="Attempts in that window whose Job was gone before its outcome was known."
     )
+    out_of_memory_step: int | None = Field(
+        None, description="Steps done when an attempt ran out of memory; twice the same is final."
+    )
+    avoided_nodes: Annotated[
+        list[Annotated[str, Field(max_length=253)]],
+        Field(max_length=4),
+        Kube({"x-kubernetes-list-type": "atomic"}),
+    ] = Field(
+        default_factory=list,
+        description="Nodes whose GPU failed, the last one last. New attempts prefer others.",
+    )
     start_time: Time | None = Field(None, description="When the first attempt was created.")
     completion_time: Time | None = Field(None, description="When the job ended.")
     active_seconds: int | None = Field(

@@ -6,6 +6,7 @@ two operators running at the same time create the same object instead of two att
 """
 
 import json
+from collections.abc import Sequence
 from typing import Final
 
 from kubelora_api import names
@@ -91,13 +92,16 @@ def build_service(job: LoraTrainingJob, attempt: int) -> JsonObject | None:
     }
 
 
-def build_job(job: LoraTrainingJob, attempt: int, trainer_image: str) -> JsonObject:
+def build_job(
+    job: LoraTrainingJob, attempt: int, trainer_image: str, avoided_nodes: Sequence[str] = ()
+) -> JsonObject:
     """Build the attempt's Job.
 
     Args:
         job: The LoraTrainingJob.
         attempt: Number of the attempt.
         trainer_image: Image used if the job's podTemplate does not set one.
+        avoided_nodes: Nodes whose GPU failed in an earlier attempt.
     """
     template = job.spec.pod_template
     pod_labels = dict(template.labels) | _labels(job, attempt)
@@ -124,6 +128,7 @@ def build_job(job: LoraTrainingJob, attempt: int, trainer_image: str) -> JsonObj
                     attempt=attempt,
                     child=child_name(job.metadata.name, job.metadata.uid or "", attempt),
                     trainer_image=trainer_image,
+                    avoided_nodes=avoided_nodes,
                 ),
             },
         },
@@ -154,6 +159,8 @@ def _pod_failure_policy() -> JsonObject:
                         int(ExitCode.CONFIGURATION),
                         int(ExitCode.NUMERICAL),
                         int(ExitCode.HELD),
+                        int(ExitCode.OUT_OF_MEMORY),
+                        int(ExitCode.DEVICE),
                     ],
                 },
             },

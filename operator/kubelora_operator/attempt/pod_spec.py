@@ -4,6 +4,7 @@ Pure. The user's podTemplate is applied on top of what the trainer needs; a podT
 fields that could weaken the security context.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 from kubelora_api import names
@@ -28,7 +29,14 @@ _ENVIRONMENT: Final = {
 """The root file system is read-only, so libraries write to the scratch volume."""
 
 
-def build_pod_spec(spec: JobSpec, *, attempt: int, child: str, trainer_image: str) -> JsonObject:
+def build_pod_spec(
+    spec: JobSpec,
+    *,
+    attempt: int,
+    child: str,
+    trainer_image: str,
+    avoided_nodes: Sequence[str] = (),
+) -> JsonObject:
     """Build a ``v1.PodSpec``.
 
     Args:
@@ -36,6 +44,7 @@ def build_pod_spec(spec: JobSpec, *, attempt: int, child: str, trainer_image: st
         attempt: Number of the attempt.
         child: Name of the attempt's Job, ConfigMap and Service.
         trainer_image: Image used if the podTemplate does not set one.
+        avoided_nodes: Nodes whose GPU failed in an earlier attempt.
     """
     template = spec.pod_template
     claims = claims_of(spec)
@@ -50,7 +59,31 @@ def build_pod_spec(spec: JobSpec, *, attempt: int, child: str, trainer_image: st
     }
     if spec.workers.nodes > 1:
         pod["subdomain"] = child
-    return pod | _placement(template)
+    return pod | _placement(template) | _avoiding(template.affinity, avoided_nodes)
+
+
+def _avoiding(affinity: JsonObject | None, nodes: Sequence[str]) -> JsonObject:
+    """Add a preference against each node to the job's own affinity.
+
+    Not a requirement: where all other nodes are taken or there are none, the job should still run.
+    """
+    if not nodes:
+        return {}
+    # The API server accepts one value per field selector.
+    terms = [
+        {
+            "weight": 100,
+            "preference": {
+                "matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": [node]}]
+            },
+        }
+        for node in nodes
+    ]
+    key = "preferredDuringSchedulingIgnoredDuringExecution"
+    own = affinity or {}
+    node_affinity = own.get("nodeAffinity") or {}
+    preferred = [*(node_affinity.get(key) or []), *terms]
+    return {"affinity": own | {"nodeAffinity": node_affinity | {key: preferred}}}
 
 
 def _container(

@@ -85,7 +85,7 @@ class PlanApplier:
         await self._delete(snapshot, plan, now)
         rejection = None
         if plan.create is not None and fetched.job is not None:
-            rejection = await self._create(fetched, plan.create)
+            rejection = await self._create(fetched, plan.create, plan.status)
         for event in plan.events:
             await self._record_event(snapshot, event, now)
         return ApplyResult(document, rejection)
@@ -121,13 +121,15 @@ class PlanApplier:
                     await self._record_event(snapshot, event, now)
                 raise
 
-    async def _create(self, fetched: FetchedJob, attempt: int) -> Explanation | None:
+    async def _create(
+        self, fetched: FetchedJob, attempt: int, status: JobStatus
+    ) -> Explanation | None:
         """Create the attempt's objects, the Job last; existing ones are left unchanged."""
         assert fetched.job is not None
         snapshot, cluster = fetched.snapshot, self._cluster
         config_map = build_config_map(fetched.job, attempt)
         service = build_service(fetched.job, attempt)
-        child = build_job(fetched.job, attempt, self._image)
+        child = build_job(fetched.job, attempt, self._image, status.avoided_nodes)
         try:
             for manifest, create, get in (
                 (config_map, cluster.create_config_map, cluster.get_config_map),

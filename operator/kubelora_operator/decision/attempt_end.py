@@ -11,7 +11,7 @@ from kubelora_operator.decision.conditions import (
     SUSPENDED,
     format_time,
 )
-from kubelora_operator.decision.failure import Failure, RestartCost
+from kubelora_operator.decision.failure import Failure, RestartCost, avoid
 from kubelora_operator.decision.free_restarts import (
     budget_exceeded,
     count_free_restart,
@@ -78,7 +78,14 @@ def account_for_failure(builder: PlanBuilder, failure: Failure) -> PlanBuilder:
     builder = builder.clear_condition(
         QUEUED, "AttemptEnded", f"attempt {builder.status.attempt} has ended"
     )
-    builder = count_free_restart(builder.update_status(restarts=restarts), failure)
+    builder = builder.update_status(restarts=restarts)
+    if failure.memory_step is not None:
+        builder = builder.update_status(out_of_memory_step=failure.memory_step)
+    if failure.failed_node is not None:
+        builder = builder.update_status(
+            avoided_nodes=avoid(builder.status.avoided_nodes, failure.failed_node)
+        )
+    builder = count_free_restart(builder, failure)
     if builder.snapshot.suspend and not builder.live:
         return suspend_job(builder)
     if failure.cost is RestartCost.SUSPENDED and policy_is_suspend(builder):

@@ -5,6 +5,7 @@ writes the exit code or the disruption into it.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -32,6 +33,7 @@ WAITING_REASONS: Final = frozenset(
 )
 """Reasons why a pod did not run, which explain the end of an attempt better than its deletion."""
 FREE_REASONS: Final = WAITING_REASONS | {
+    "DeviceFailure",
     "Disrupted",
     "Interrupted",
     JOB_DELETED,
@@ -62,10 +64,18 @@ class RestartCost(Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason and message of a failed attempt, and whether its restart counts."""
+    """A failed attempt.
+
+    cost: Whether its restart counts.
+    explanation: Reason and message.
+    memory_step: Steps done when memory ran out.
+    failed_node: Node whose GPU failed.
+    """
 
     cost: RestartCost
     explanation: Explanation
+    memory_step: int | None = None
+    failed_node: str | None = None
 
 
 def classify_failure(snapshot: Snapshot, child: Child) -> Failure:
@@ -74,7 +84,7 @@ def classify_failure(snapshot: Snapshot, child: Child) -> Failure:
     found = _EXIT_CODE.search(job_failure.message)
     code = int(found[1]) if found else None
     pod = _failed_pod(snapshot.pods_of(child.attempt), code)
-    if code is not None and (failure := _from_exit_code(code, pod)):
+    if code is not None and (failure := _from_exit_code(code, pod, snapshot.status)):
         return failure
     lost_peer = pod is not None and pod.exit_code == ExitCode.PEER_LOST
     pods = snapshot.pods_of(child.attempt) if lost_peer else (pod,)
@@ -128,8 +138,14 @@ def _ended_by_node(verdict: Explanation) -> Failure:
     )
 
 
-def _from_exit_code(code: int, pod: TrainerPod | None) -> Failure | None:
-    """Return the failure for an exit code that is not retried; None for other codes."""
+def _from_exit_code(code: int, pod: TrainerPod | None, status: JobStatus) -> Failure | None:
+    """Return the failure for an exit code with a meaning of its own; None for other codes.
+
+    Args:
+        code: The exit code.
+        pod: The pod that exited with it, if it is still known.
+        status: The job's status, with the step at which memory ran out before.
+    """
     match code:
         case ExitCode.CONFIGURATION:
             return Failure(
@@ -144,8 +160,29 @@ def _from_exit_code(code: int, pod: TrainerPod | None) -> Failure | None:
             return Failure(
                 RestartCost.SUSPENDED, Explanation(HEALTH_POLICY_REASON, _pod_message(pod, _HELD))
             )
+        case ExitCode.OUT_OF_MEMORY:
+            return _memory_ran_out(pod, status)
+        case ExitCode.DEVICE:
+            return Failure(
+                RestartCost.FREE,
+                Explanation("DeviceFailure", _pod_message(pod, _DEVICE)),
+                failed_node=pod.node_name if pod else None,
+            )
         case _:
             return None
+
+
+def _memory_ran_out(pod: TrainerPod | None, status: JobStatus) -> Failure:
+    """Return the failure of a trainer that ran out of memory: final the second time at a step.
+
+    The first time may be chance: another process on the GPU, or fragmented memory.
+    """
+    step = pod.final.step if pod and pod.final else None
+    message = _pod_message(pod, _MEMORY)
+    if step is not None and step == status.out_of_memory_step:
+        message = f"memory ran out twice after step {step}, so it would again. {message}"
+        return Failure(RestartCost.FINAL, Explanation("OutOfMemory", message))
+    return Failure(RestartCost.COUNTED, Explanation("OutOfMemory", message), memory_step=step)
 
 
 def externally_deleted(child_name: str, status: JobStatus) -> Failure:
@@ -162,6 +199,13 @@ def externally_deleted(child_name: str, status: JobStatus) -> Failure:
     return Failure(RestartCost.FREE, Explanation(JOB_DELETED, deleted))
 
 
+def avoid(nodes: Sequence[str], failed: str) -> list[str]:
+    """Return the nodes that new attempts should avoid, after the GPU of one more has failed."""
+    return [*(node for node in nodes if node != failed), failed][-_MOST_AVOIDED:]
+
+
+_MOST_AVOIDED: Final = 4
+"""A cluster where more GPUs fail has another fault, and the job must be able to run somewhere."""
 _CONFIGURATION: Final = (
     "the configuration, the model or the data is invalid (exit code 2); see the pod's log, fix the "
     "cause and create a new job"
@@ -169,6 +213,10 @@ _CONFIGURATION: Final = (
 _NUMERICAL: Final = (
     "the trainer stopped because of a numerical failure (exit code 3); see the pod's log"
 )
+_MEMORY: Final = (
+    "memory ran out (exit code 6); see the pod's log for where and for what to lower in a new job"
+)
+_DEVICE: Final = "the GPU or its driver failed (exit code 7); see the pod's log"
 _HELD: Final = (
     "the watchdog reported a critical finding and health.policy is Suspend (exit code 5); a "
     "checkpoint was saved"
@@ -189,7 +237,8 @@ def _failed_pod(pods: tuple[TrainerPod, ...], code: int | None) -> TrainerPod | 
 
 
 def _failure_from_pod(snapshot: Snapshot, pod: TrainerPod) -> Failure:
-    if pod.exit_code is not None and (failure := _from_exit_code(pod.exit_code, pod)):
+    status = snapshot.status
+    if pod.exit_code is not None and (failure := _from_exit_code(pod.exit_code, pod, status)):
         return failure
     if pod.exit_code == ExitCode.INTERRUPTED:
         return Failure(

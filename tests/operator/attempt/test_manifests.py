@@ -136,7 +136,7 @@ def test_the_job_is_indexed_restricted_and_keeps_the_cause_of_its_failure() -> N
                         "onExitCodes": {
                             "containerName": "trainer",
                             "operator": "In",
-                            "values": [2, 3, 5],
+                            "values": [2, 3, 5, 6, 7],
                         },
                     },
                     {

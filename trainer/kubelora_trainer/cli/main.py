@@ -38,8 +38,8 @@ Examples:
 \b
 Exit codes: 0 done, 1 unexpected error, 2 wrong configuration, model, data or
 output, 3 numerical failure, 4 another rank was lost, 5 suspended by
-health.policy, 75 interrupted after a checkpoint, 130 stopped at once by a
-second Ctrl-C.
+health.policy, 6 out of memory, 7 the GPU or its driver failed, 75 interrupted
+after a checkpoint, 130 stopped at once by a second Ctrl-C.
 """
 
 

@@ -126,6 +126,8 @@ def decode_image(path: Path, settings: Dataset) -> DecodedImage:
             return _decode(content, settings)
     except BadImageError:
         raise
+    except MemoryError:
+        raise  # the machine's fault, not the image's
     except UnidentifiedImageError:
         raise _unidentified(content) from None
     except Exception as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error, …

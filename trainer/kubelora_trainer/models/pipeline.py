@@ -172,8 +172,6 @@ def _load(load: Callable[[], Any], folder: Path) -> Any:
     """Report any failure of a library's loader in one sentence; they share no base class."""
     try:
         return load()
-    except torch.OutOfMemoryError as error:
-        raise ModelError(f"{folder} does not fit in the device's memory: {error}") from error
     except Exception as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{folder} can't be loaded: {first_line}") from error

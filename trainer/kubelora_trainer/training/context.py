@@ -53,6 +53,7 @@ class Run:
     """A run in progress, and its output to the user.
 
     exported: artifacts already recorded as done, which no later failure undoes.
+    device_label: model and UUID of this rank's GPU, for messages; empty on a CPU.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Run:
         self.exporter: Exporter | None = None
         self.exported: list[Artifact] = []
         self.tracking: TrackerSet | None = None
+        self.device_label = ""
         self.process_group: ProcessGroup = SINGLE_PROCESS
 
     @property

@@ -6,6 +6,7 @@ original error.
 
 import hashlib
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,7 +18,19 @@ from kubelora_api.status import Artifact
 from kubelora_trainer.reporting.http_server import Exporter
 from kubelora_trainer.storage.output_dir import OutputFolder, RunState, run_id_of
 from kubelora_trainer.training.context import Run
-from kubelora_trainer.utils.errors import ConfigurationError, OutputError
+from kubelora_trainer.utils.device_faults import (
+    Fault,
+    device_sentence,
+    fault_in,
+    memory_sentence,
+)
+from kubelora_trainer.utils.errors import (
+    ConfigurationError,
+    DeviceError,
+    OutOfMemoryError,
+    OutputError,
+    RunEndedError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +109,32 @@ def conclude(run: Run, code: ExitCode, message: str, artifacts: list[Artifact]) 
         _wait_for_last_scrape(run, run.exporter, code)
 
 
+def device_error(run: Run, error: BaseException) -> RunEndedError | None:
+    """Return how the run ends if memory or the device caused ``error``; None for other causes."""
+    found = fault_in(error)
+    if found is None:
+        return None
+    fault, cause = found
+    if fault is Fault.DEVICE:
+        return DeviceError(
+            device_sentence(cause, run.device_label, run.options.in_pod, run.options.resume_command)
+        )
+    report = run.exporter.report if run.exporter else None
+    phase = report.phase if report else "Starting"
+    when = f"after step {report.step}" if report and phase == "Training" else _WHILE[phase]
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+    return OutOfMemoryError(memory_sentence(fault, cause, run.job.spec, when, peak))
+
+
+_WHILE: dict[RunPhase, str] = {
+    "Starting": "while the model was loaded or the caches were filled",
+    "Exporting": "during export and the last samples",
+    "Stopping": "while the run was stopping",
+    "Done": "after the run was done",
+    "Failed": "while the run was ending",
+}
+
+
 def _wait_for_last_scrape(run: Run, exporter: Exporter, code: ExitCode) -> None:
     phases: dict[ExitCode, RunPhase] = {
         ExitCode.DONE: "Done",
@@ -103,8 +142,11 @@ def _wait_for_last_scrape(run: Run, exporter: Exporter, code: ExitCode) -> None:
         ExitCode.HELD: "Stopping",
     }
     exporter.report = exporter.report.model_copy(update={"phase": phases.get(code, "Failed")})
-    if torch.cuda.is_initialized():  # other processes may need the memory while this one waits
-        torch.cuda.empty_cache()
+    # Other processes may need the memory while this one waits. After a fault of the device any call
+    # to it raises, which would hide the fault.
+    if torch.cuda.is_initialized() and code != ExitCode.DEVICE:
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
     if exporter.last_scrape_budget() > 0 and not run.stop.requested:
         logger.info("waiting for Prometheus to scrape the final values")
         exporter.wait_for_scrape(lambda: run.stop.requested)

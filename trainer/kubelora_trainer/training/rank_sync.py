@@ -21,8 +21,10 @@ from kubelora_trainer.storage.output_dir import Manifest, OutputFolder, claim_ou
 from kubelora_trainer.training.context import Run
 from kubelora_trainer.training.setup import TrainingInputs
 from kubelora_trainer.utils.device import choose_device
+from kubelora_trainer.utils.device_faults import allotted_devices
 from kubelora_trainer.utils.errors import (
     ConfigurationError,
+    DeviceError,
     PeerLostError,
     PeerTimeoutError,
     RunEndedError,
@@ -33,7 +35,8 @@ from kubelora_trainer.utils.stateful import Stateful
 def join_ranks(run: Run) -> ProcessGroup:
     """Form the process group of all ranks.
 
-    Raises InterruptedRunError, PeerLostError, and ConfigurationError if there are too few GPUs.
+    Raises InterruptedRunError, PeerLostError, and ConfigurationError or, in a pod, DeviceError if
+    there are too few GPUs.
     """
     rank_info, spec = run.options.rank_info, run.job.spec
     if rank_info.size == 1:
@@ -42,10 +45,12 @@ def join_ranks(run: Run) -> ProcessGroup:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if count < rank_info.ranks_per_node:
-            raise ConfigurationError(
-                f"workers.gpusPerNode is {rank_info.ranks_per_node}, but this machine has {count} "
-                "usable GPUs; lower it, or train on a machine with more"
+            found = (
+                f"workers.gpusPerNode is {rank_info.ranks_per_node}, but {count} GPUs are usable"
             )
+            if run.options.in_pod:  # the scheduler has chosen a node that has as many
+                raise DeviceError(f"{found}; device: {allotted_devices() or 'unknown'}")
+            raise ConfigurationError(f"{found} here; lower it, or use a machine with more")
         torch.cuda.set_device(rank_info.local_rank)
     return init_process_group_of(rank_info, device, lambda: run.stop.requested)
 

@@ -34,7 +34,12 @@ from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.storage.uris import resolve_output
 from kubelora_trainer.training.context import Run, RunOptions
 from kubelora_trainer.training.hooks import RunHooks
-from kubelora_trainer.training.lifecycle import conclude, first_report, serve_metrics
+from kubelora_trainer.training.lifecycle import (
+    conclude,
+    device_error,
+    first_report,
+    serve_metrics,
+)
 from kubelora_trainer.training.loop import Parts, train
 from kubelora_trainer.training.plan import build_plan
 from kubelora_trainer.training.publish import draw, export_adapter, upload_adapter
@@ -53,7 +58,9 @@ from kubelora_trainer.training.start import (
 )
 from kubelora_trainer.training.step_reporter import Reporter
 from kubelora_trainer.training.train_state import build_train_state
+from kubelora_trainer.utils.device_faults import device_label
 from kubelora_trainer.utils.errors import (
+    ConfigurationError,
     InterruptedRunError,
     PeerLostError,
     RunEndedError,
@@ -87,14 +94,28 @@ def run_job(job: LoraTrainingJob, options: RunOptions, stop: StopRequest, consol
         wait_for_rank0_to_end(run, ended)
         conclude(run, ended.exit_code, str(ended), [])
         raise ended from held
-    except RunEndedError as ended:
-        wait_for_rank0_to_end(run, ended)
-        conclude(run, ended.exit_code, str(ended), run.exported)
-        raise
     except Exception as error:
-        conclude(run, ExitCode.INTERNAL, f"unexpected error: {error!r}", [])
-        raise
+        ending = _foreseen(run, error)
+        if ending is None:
+            conclude(run, ExitCode.INTERNAL, f"unexpected error: {error!r}", [])
+            raise
+        wait_for_rank0_to_end(run, ending)
+        conclude(run, ending.exit_code, str(ending), run.exported)
+        if ending is error:
+            raise
+        raise ending from error
     conclude(run, ExitCode.DONE, message, artifacts)
+
+
+def _foreseen(run: Run, error: Exception) -> RunEndedError | None:
+    """Return the foreseen way to end that ``error`` is or shows; None if it is unexpected.
+
+    Loaders report any failure as a wrong model, also one of the memory or the device.
+    """
+    foreseen = error if isinstance(error, RunEndedError) else None
+    if foreseen is not None and not isinstance(foreseen, ConfigurationError):
+        return foreseen
+    return device_error(run, error) or foreseen
 
 
 def _run(run: Run) -> tuple[str, list[Artifact]]:
@@ -119,6 +140,7 @@ def _run(run: Run) -> tuple[str, list[Artifact]]:
         at_once=run.stop.at_once,
         rank_info=run.options.rank_info,
     )
+    run.device_label = device_label(inputs.base.device)
     exit_code = ExitCode.INTERNAL
     try:
         inputs.objective.fill_cache(

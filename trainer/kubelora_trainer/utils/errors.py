@@ -61,6 +61,18 @@ class SuspendedByPolicyError(RunEndedError):
     exit_code = ExitCode.HELD
 
 
+class OutOfMemoryError(RunEndedError):
+    """The memory of the GPU or of the machine ran out."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY
+
+
+class DeviceError(RunEndedError):
+    """The GPU or its driver failed, or cannot be used; no setting of the job changes that."""
+
+    exit_code = ExitCode.DEVICE
+
+
 class PeerLostError(RunEndedError):
     """Another rank went away. This is never the cause, which is in the other rank's log."""
 
