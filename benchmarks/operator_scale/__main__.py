@@ -5,6 +5,7 @@ are simulated by kwok; the operator is the real process. A bare client that crea
 itself is measured first, in the same run.
 
     python -m benchmarks.operator_scale --jobs 200,1000
+    python -m benchmarks.operator_scale --peer
     python -m benchmarks.operator_scale --running 1000
     python -m benchmarks.operator_scale --objects 10000
 """
@@ -19,7 +20,9 @@ import sys
 from benchmarks.operator_scale import report
 from benchmarks.operator_scale.api import BenchError
 from benchmarks.operator_scale.measure import Settings, measure
+from benchmarks.operator_scale.peer import training_operator
 from benchmarks.operator_scale.poll import poll
+from benchmarks.operator_scale.subject import kubelora
 from tests.cluster.harness.errors import HarnessError
 
 _OBJECTS_PER_JOB = 4
@@ -27,27 +30,33 @@ _OBJECTS_PER_JOB = 4
 
 
 async def _run(arguments: argparse.Namespace) -> None:
+    subject = kubelora()
     settings = Settings(arguments.run_seconds, arguments.deadline, arguments.settled_seconds)
     if arguments.running:
         for line in report.poll_lines(
-            await poll(arguments.running, arguments.poll_seconds, arguments.deadline)
+            await poll(subject, arguments.running, arguments.poll_seconds, arguments.deadline)
         ):
             _say(line)
         return
     if arguments.objects:
-        result = await measure(arguments.objects // _OBJECTS_PER_JOB, settings)
+        result = await measure(subject, arguments.objects // _OBJECTS_PER_JOB, settings)
         for line in report.lines_of(result):
             _say(line)
         _say(report.objects_line(arguments.objects, result))
         return
-    last = ""
+    last: list[str] = []
     for jobs in arguments.jobs:
-        result = await measure(jobs, settings)
-        for line in report.lines_of(result):
-            _say(line)
-        last = report.closing_line(result)
-    _say(report.PEER)
-    _say(last)
+        # Ours last, so that its line is the last one.
+        last = []
+        for each in [*([training_operator()] if arguments.peer else []), subject]:
+            result = await measure(each, jobs, settings)
+            for line in report.lines_of(result):
+                _say(line)
+            last.append(report.closing_line(result))
+    if not arguments.peer:
+        _say(report.PEER)
+    for line in last:
+        _say(line)
 
 
 def _say(line: str) -> None:
@@ -72,6 +81,9 @@ def _arguments() -> argparse.Namespace:
         type=_numbers,
         default=[200, 1000],
         help="jobs created at once, for example 200,1000",
+    )
+    parser.add_argument(
+        "--peer", action="store_true", help="measure Kubeflow's training-operator v1 as well"
     )
     parser.add_argument("--running", type=int, help="measure this many running jobs instead")
     parser.add_argument("--objects", type=int, help="measure with this many objects instead")

@@ -8,13 +8,15 @@ from typing import Any, Final
 import yaml
 
 from benchmarks.operator_scale.control_plane import OPERATOR_NAMESPACE, OPERATOR_USER
-from benchmarks.operator_scale.operator_process import IMAGE
 from kubelora_api import names
 from kubelora_api.documents import parse_job
 from kubelora_operator.attempt.manifests import build_job
 from kubelora_operator.kube.rbac import LEASE, NODES, WORK, Permission
 
 CRD_FILE: Final = Path(__file__).parents[2] / "crds" / f"{names.GROUP}_{names.PLURAL}.yaml"
+CRDS: Final = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+IMAGE: Final = "trainer:bench"
+"""Never pulled: no pod is real."""
 _RBAC: Final = "rbac.authorization.k8s.io"
 _UID: Final = "00000000-0000-4000-8000-000000000000"
 Object = dict[str, Any]

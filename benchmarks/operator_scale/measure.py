@@ -17,15 +17,13 @@ from benchmarks.operator_scale.operator_process import OperatorProcess, running_
 from benchmarks.operator_scale.session import (
     BARE,
     COMPLETE,
-    JOBS,
-    OURS,
     RUNNING,
-    WARM_UP,
     Session,
     jobs_in,
     prepared,
     say,
 )
+from benchmarks.operator_scale.subject import Subject
 from benchmarks.operator_scale.timeline import CREATED, Timeline
 
 _LATE: Final = "late"
@@ -53,6 +51,7 @@ class Settings:
 class Result:
     """Figures of one N. A time is `NEVER` where the deadline passed."""
 
+    subject: str
     jobs: int
     floor_last_child: float = NEVER
     floor_complete: float = NEVER
@@ -82,21 +81,22 @@ class Result:
         return self.complete / self.floor_complete
 
 
-async def measure(jobs: int, settings: Settings) -> Result:
+async def measure(subject: Subject, jobs: int, settings: Settings) -> Result:
     """Measure the floor, the operator's work, the settled state and a restart.
 
     Args:
+        subject: The operator.
         jobs: Jobs that are created at once.
         settings: Times.
     """
-    result = Result(jobs)
+    result = Result(subject.name, jobs)
     say(f"n={jobs}: starting the control plane")
-    async with prepared(settings.run) as session:
+    async with prepared(subject, settings.run) as session:
         say(f"n={jobs}: the bare client")
         await _floor(session, result, settings)
-        say(f"n={jobs}: the operator")
-        with running_operator(session.plane) as operator:
-            await session.warm_up(session.jobs, JOBS, documents.training_job(OURS, WARM_UP))
+        say(f"n={jobs}: the {subject.name}")
+        with running_operator(session.plane, subject) as operator:
+            await session.warm_up()
             began = time.time()
             await _work(session, operator, result, settings)
             say(f"n={jobs}: the settled state")
@@ -104,8 +104,8 @@ async def measure(jobs: int, settings: Settings) -> Result:
             result.life = audit.by_operation(r for r in _requests(session) if began <= r.received)
             await _events(session, result)
             result.peak_mib = operator.peak_mib()
-        say(f"n={jobs}: the restarted operator")
-        with running_operator(session.plane) as operator:
+        say(f"n={jobs}: the restarted {subject.name}")
+        with running_operator(session.plane, subject) as operator:
             await _restart(session, operator, result, settings)
         result.user_agents = Counter(r.user_agent for r in _requests(session))
     return result
@@ -114,7 +114,7 @@ async def measure(jobs: int, settings: Settings) -> Result:
 async def _floor(session: Session, result: Result, settings: Settings) -> None:
     """Create the Jobs as a client would that had no operator."""
     path = jobs_in(BARE)
-    await session.warm_up(session.bare, path, documents.bare_job(BARE, WARM_UP))
+    await session.warm_up_bare()
     bodies = [documents.bare_job(BARE, name) for name in _names(result.jobs)]
     began = time.monotonic()
     await session.api.create_all(path, bodies)
@@ -125,16 +125,16 @@ async def _floor(session: Session, result: Result, settings: Settings) -> None:
 async def _work(
     session: Session, operator: OperatorProcess, result: Result, settings: Settings
 ) -> None:
-    bodies = [documents.training_job(OURS, name) for name in _names(result.jobs)]
+    bodies = [session.subject.document(name) for name in _names(result.jobs)]
     cpu, began = operator.cpu_seconds(), time.monotonic()
-    await session.api.create_all(JOBS, bodies)
+    await session.api.create_all(session.subject.jobs, bodies)
     result.last_child = await _last(session.children, CREATED, began, result, settings)
     created, children = session.jobs.of(CREATED), session.children.of(CREATED)
     waits = [children[k].monotonic - m.monotonic for k, m in created.items() if k in children]
     if len(waits) == result.jobs:
         result.p50, result.p99 = (float(p) for p in np.percentile(waits, [50, 99]))
     await _last(session.jobs, RUNNING, began, result, settings)
-    result.complete = await _last(session.jobs, COMPLETE, began, result, settings)
+    result.complete = await _last(session.jobs, session.subject.complete, began, result, settings)
     result.cpu = operator.cpu_seconds() - cpu
     ends = {k: m.wall for k, m in session.jobs.of(RUNNING).items()}
     result.until_running = audit.count_until(_requests(session), session.jobs.uids, ends)
@@ -152,11 +152,11 @@ async def _settled(session: Session, result: Result, settings: Settings) -> None
 
 async def _events(session: Session, result: Result) -> None:
     """Count requests that a change of a settled job's annotation causes."""
-    touched = list(session.jobs.of(COMPLETE))[:_EVENTS]
+    touched = list(session.jobs.of(session.subject.complete))[:_EVENTS]
     began = time.time()
     for number, name in enumerate(touched):
         patch = {"metadata": {"annotations": {"example.org/touched": str(number)}}}
-        await session.api.merge_patch(f"{JOBS}/{name}", patch)
+        await session.api.merge_patch(f"{session.subject.jobs}/{name}", patch)
     await asyncio.sleep(5)
     result.events = len(touched)
     result.event_requests = audit.by_operation(
@@ -169,7 +169,7 @@ async def _restart(
 ) -> None:
     """Measure from the start of the process to the child of a job that is created meanwhile."""
     began = time.time()
-    await session.api.create(JOBS, documents.training_job(OURS, _LATE))
+    await session.api.create(session.subject.jobs, session.subject.document(_LATE))
     count = len(session.children.of(CREATED).keys() | {_LATE})
     if await session.children.until(CREATED, count, settings.deadline):
         result.restart = session.children.of(CREATED)[_LATE].monotonic - operator.started

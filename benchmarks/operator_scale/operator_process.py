@@ -10,15 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from benchmarks.operator_scale.control_plane import (
-    OPERATOR_NAMESPACE,
-    ControlPlane,
-    free_ports,
-)
+from benchmarks.operator_scale.control_plane import ControlPlane, free_ports
+from benchmarks.operator_scale.subject import Subject
 from benchmarks.start_up import cpu_seconds
 from tests.cluster.harness import processes
 
-IMAGE: Final = "trainer:bench"
 _NAME: Final = "operator"
 _GRACE: Final = 30.0
 """Seconds for an orderly end: the watches are closed and the Lease is released."""
@@ -30,21 +26,19 @@ class OperatorProcess:
     started: Monotonic time of its start.
     """
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, plane: ControlPlane, subject: Subject) -> None:
         self._places = plane.places
         self.started = time.monotonic()
-        (port,) = free_ports(1)
+        ports = zip(subject.port_flags, free_ports(len(subject.port_flags)), strict=True)
         self._pid = processes.spawn(
             plane.places,
             _NAME,
-            (
-                sys.executable,
-                *("-m", "kubelora_operator.manager.main", "run", "--all-namespaces"),
-                *("--trainer-image", IMAGE),
-                *("--lease-namespace", OPERATOR_NAMESPACE),
-                *("--metrics-port", str(port)),
-            ),
-            {"KUBECONFIG": str(plane.operator_kubeconfig)},
+            (*subject.command, *(f"{flag}{port}" for flag, port in ports)),
+            {
+                "KUBECONFIG": str(plane.operator_kubeconfig),
+                # Our modules are those of this process, wherever they were found.
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
         )
 
     @property
@@ -81,13 +75,9 @@ class OperatorProcess:
 
 
 @contextmanager
-def running_operator(plane: ControlPlane) -> Iterator[OperatorProcess]:
-    """Run the operator during the block.
-
-    Its modules are those of this process, wherever they were found.
-    """
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    operator = OperatorProcess(plane)
+def running_operator(plane: ControlPlane, subject: Subject) -> Iterator[OperatorProcess]:
+    """Run the operator during the block."""
+    operator = OperatorProcess(plane, subject)
     try:
         yield operator
     finally:

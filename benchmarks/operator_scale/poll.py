@@ -7,10 +7,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from benchmarks.operator_scale import audit, documents
+from benchmarks.operator_scale import audit
 from benchmarks.operator_scale.api import BenchError
 from benchmarks.operator_scale.operator_process import running_operator
-from benchmarks.operator_scale.session import JOBS, OURS, RUNNING, prepared
+from benchmarks.operator_scale.session import RUNNING, prepared
+from benchmarks.operator_scale.subject import Subject
 
 
 @dataclass
@@ -34,19 +35,20 @@ class PollResult:
         return self.requests.total() / self.seconds
 
 
-async def poll(jobs: int, seconds: float, deadline: float) -> PollResult:
+async def poll(subject: Subject, jobs: int, seconds: float, deadline: float) -> PollResult:
     """Measure N running jobs whose pods answer.
 
     Args:
+        subject: The operator.
         jobs: Number of jobs.
         seconds: How long to measure.
         deadline: Longest wait until all run.
     """
     result = PollResult(jobs, seconds)
-    async with prepared(None) as session:
-        with running_operator(session.plane) as operator:
+    async with prepared(subject, None) as session:
+        with running_operator(session.plane, subject) as operator:
             names = [f"run-{number:05d}" for number in range(jobs)]
-            await session.api.create_all(JOBS, (documents.training_job(OURS, n) for n in names))
+            await session.api.create_all(subject.jobs, map(subject.document, names))
             if not await session.jobs.until(RUNNING, jobs, deadline):
                 running = len(session.jobs.of(RUNNING))
                 raise BenchError(f"{running} of {jobs} jobs were Running after {deadline:g} s.")

@@ -23,7 +23,7 @@ def lines_of(result: Result) -> Iterator[str]:
         f"children_s={jobs / result.floor_last_child:.0f} complete_s={result.floor_complete:.1f}"
     )
     yield (
-        f"{n} operator: last_child_s={result.last_child:.2f} "
+        f"{n} {result.subject}: last_child_s={result.last_child:.2f} "
         f"children_s={jobs / result.last_child:.1f} p50_s={result.p50:.2f} "
         f"p99_s={result.p99:.2f} complete_s={result.complete:.1f} cpu_s={result.cpu:.1f} "
         f"rss_mib={result.peak_mib:.0f}"
@@ -46,7 +46,7 @@ def lines_of(result: Result) -> Iterator[str]:
 def closing_line(result: Result) -> str:
     """Return the last line for one N."""
     return (
-        f"bench-operator: n={result.jobs} last_child_s={result.last_child:.2f} "
+        f"bench-{result.subject}: n={result.jobs} last_child_s={result.last_child:.2f} "
         f"p99_s={result.p99:.2f} requests={result.life.total() / result.jobs:.2f} "
         f"rss_mib={result.peak_mib:.0f} complete_ratio={result.complete_ratio:.2f} "
         f"restart_s={result.restart:.2f}"

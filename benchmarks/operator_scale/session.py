@@ -16,30 +16,30 @@ from benchmarks.operator_scale.control_plane import (
     ControlPlane,
     control_plane,
 )
+from benchmarks.operator_scale.subject import OURS, Subject
 from benchmarks.operator_scale.timeline import Timeline
 from benchmarks.operator_scale.trainers import Trainers, serving_trainers
-from kubelora_api import names
 from tests.cluster.harness.errors import tail
 
-OURS: Final = "studio"
 BARE: Final = "bare"
-"""Namespaces of the operator's jobs and of the bare client's."""
-WARM_UP: Final = "warm-up"
+"""Namespace of the bare client's jobs."""
+_WARM_UP: Final = "warm-up"
 COMPLETE: Final = "Complete"
 RUNNING: Final = "Running"
 _PATIENCE: Final = 120.0
-JOBS: Final = f"/apis/{names.API_VERSION}/namespaces/{OURS}/{names.PLURAL}"
 
 
 @dataclass(frozen=True)
 class Session:
     """What a measurement works with.
 
-    jobs: LoraTrainingJobs by name.
-    children: Their Jobs, by the name of the LoraTrainingJob.
+    subject: The operator to measure.
+    jobs: Its jobs by name.
+    children: Their children, by the name of the job.
     bare: The bare client's Jobs by name.
     """
 
+    subject: Subject
     plane: ControlPlane
     api: Api
     trainers: Trainers
@@ -47,20 +47,26 @@ class Session:
     children: Timeline
     bare: Timeline
 
-    async def warm_up(self, timeline: Timeline, path: str, document: Object) -> None:
-        """Complete one job, so that all that is needed works and caches are warm; forget it.
+    async def warm_up_bare(self) -> None:
+        """Complete one Job of the bare client, so that caches are warm; forget it."""
+        document = documents.bare_job(BARE, _WARM_UP)
+        await self._warm_up(self.bare, jobs_in(BARE), document, COMPLETE)
 
-        Args:
-            timeline: Where it completes.
-            path: Its collection.
-            document: The job.
-        """
+    async def warm_up(self) -> None:
+        """Complete one job of the operator, so that it has started; forget it."""
+        subject = self.subject
+        document = subject.document(_WARM_UP)
+        await self._warm_up(self.jobs, subject.jobs, document, subject.complete)
+
+    async def _warm_up(
+        self, timeline: Timeline, path: str, document: Object, complete: str
+    ) -> None:
         await self.api.create(path, document)
-        if not await timeline.until(COMPLETE, 1, _PATIENCE):
+        if not await timeline.until(complete, 1, _PATIENCE):
             logs = self.plane.places.logs
             found = "\n".join(f"{log.name}:\n{tail(log, 5)}" for log in sorted(logs.glob("*.log")))
             raise BenchError(
-                f"The first job at {path} was not Complete after {_PATIENCE:g} s. The logs end "
+                f"The first job at {path} was not {complete} after {_PATIENCE:g} s. The logs end "
                 f"with\n{found}"
             )
         for each in (self.jobs, self.children, self.bare):
@@ -68,32 +74,35 @@ class Session:
 
 
 @asynccontextmanager
-async def prepared(run_seconds: float | None) -> AsyncIterator[Session]:
+async def prepared(subject: Subject, run_seconds: float | None) -> AsyncIterator[Session]:
     """Start and prepare a control plane; take it down after the block.
 
     Args:
+        subject: The operator to measure, which is not started.
         run_seconds: How long a pod runs before it completes; None for ever.
     """
     async with AsyncExitStack() as stack:
         trainers = await stack.enter_async_context(serving_trainers())
         plane = stack.enter_context(control_plane(run_seconds))
         api = await stack.enter_async_context(connect(plane))
-        await _prepare(api)
+        await _prepare(api, subject)
         session = Session(
+            subject,
             plane,
             api,
             trainers,
             jobs=Timeline(_name),
-            children=Timeline(lambda item: str(item["metadata"]["labels"][names.LABEL_JOB])),
+            children=Timeline(lambda item: str(item["metadata"]["labels"][subject.job_label])),
             bare=Timeline(_name),
         )
-        watches = (
-            session.jobs.follow(api, JOBS),
-            session.children.follow(api, jobs_in(OURS)),
+        works = (
+            session.jobs.follow(api, subject.jobs),
+            session.children.follow(api, subject.children),
             session.bare.follow(api, jobs_in(BARE)),
             trainers.follow(api, f"/api/v1/namespaces/{OURS}/pods"),
+            *([subject.helper(api)] if subject.helper else []),
         )
-        await stack.enter_async_context(_background(*watches))
+        await stack.enter_async_context(_background(*works))
         yield session
 
 
@@ -111,20 +120,19 @@ def _name(item: Object) -> str:
     return str(item["metadata"]["name"])
 
 
-async def _prepare(api: Api) -> None:
+async def _prepare(api: Api, subject: Subject) -> None:
     for node in simulated_nodes.nodes():
         await api.create("/api/v1/nodes", node)
     for namespace in (OPERATOR_NAMESPACE, OURS, BARE):
         await api.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
     for collection, document in (
-        *documents.rights(),
+        *subject.objects,
         *documents.claims(OURS),
         *documents.claims(BARE),
     ):
         await api.create(collection, document)
-    await api.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", documents.crd())
     async with asyncio.timeout(_PATIENCE):
-        for path in (JOBS, f"/api/v1/namespaces/{OURS}/serviceaccounts/default"):
+        for path in (subject.jobs, f"/api/v1/namespaces/{OURS}/serviceaccounts/default"):
             await _wait_for(api, path)
 
 

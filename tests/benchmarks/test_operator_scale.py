@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.operator_scale import audit, documents, simulated_nodes
+from benchmarks.operator_scale import audit, documents, peer, simulated_nodes
 from benchmarks.operator_scale.control_plane import with_flags
 from benchmarks.operator_scale.measure import Result
 from benchmarks.operator_scale.report import closing_line
@@ -17,6 +17,7 @@ from benchmarks.operator_scale.timeline import CREATED, Timeline
 from kubelora_api import names
 from kubelora_operator.attempt.manifests import attempt_in
 from kubelora_operator.controller.pod_reports import parse_termination_message
+from tests.cluster.harness.tools import TRAINING_OPERATOR
 
 UID = "0b5e7a10-1111-4222-8333-944455556666"
 
@@ -126,11 +127,24 @@ def test_flags_are_replaced_not_repeated() -> None:
 
 
 def test_the_last_line_has_the_figures_per_job_and_the_ratio_to_the_floor() -> None:
-    result = Result(jobs=4, floor_complete=10.0, last_child=2.0, p99=1.5, complete=15.0)
+    result = Result("operator", jobs=4, floor_complete=10.0, last_child=2.0, p99=1.5, complete=15.0)
     result.life = Counter({"create jobs": 4, "update loratrainingjobs/status": 12})
     result.peak_mib, result.restart = 99.6, 1.25
     assert closing_line(result) == (
         "bench-operator: n=4 last_child_s=2.00 p99_s=1.50 requests=4.00 rss_mib=100 "
         "complete_ratio=1.50 restart_s=1.25"
     )
-    assert Result(jobs=4).complete == pytest.approx(float("inf"))
+    assert Result("operator", jobs=4).complete == pytest.approx(float("inf"))
+
+
+def test_the_peers_pod_is_that_of_our_job() -> None:
+    """It looks for a container of its own name; all else costs the API server the same."""
+    master = peer._job("job")["spec"]["pytorchReplicaSpecs"]["Master"]
+    ours = documents.bare_job("studio", "job")["spec"]["template"]["spec"]
+    (container,) = ours["containers"]
+    assert container["name"] == names.TRAINER_CONTAINER
+    assert master["template"]["spec"] == ours | {"containers": [container | {"name": "pytorch"}]}
+    assert set(TRAINING_OPERATOR.outputs) == {
+        "training-operator.v1",
+        "kubeflow.org_pytorchjobs.yaml",
+    }

@@ -66,6 +66,10 @@ def _build(places: Places, family: ToolFamily) -> None:
     else:
         for name, package in zip(family.programs, family.packages, strict=True):
             _compile(places, family, log, name, _path(family, package))
+    if family.keeps:
+        module = _download(places, family, log, family.module, family.module_version)
+        for file in family.keeps:
+            shutil.copyfile(module / file, family.folder(places) / Path(file).name)
     say(f"built {family.name} in {time.monotonic() - started:.0f} s")
 
 

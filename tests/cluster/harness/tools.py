@@ -42,12 +42,14 @@ class ToolFamily:
     """Files that the family's program writes from `input_module`, kept instead of the program."""
     input_module: str = ""
     input_version: str = ""
+    keeps: tuple[str, ...] = ()
+    """Files of the module that are kept next to its programs."""
     source: Path | None = None
     """A folder of Go source next to this file, for a program of our own or a `main` of our own."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return self.generates or self.programs
+        return self.generates or (*self.programs, *(Path(name).name for name in self.keeps))
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -174,6 +176,17 @@ PAUSE = ToolFamily(
     packages=(".",),
     source=Path(__file__).parent / "pause",
 )
+
+TRAINING_OPERATOR = ToolFamily(
+    name="training-operator",
+    version="1.9.3",
+    module="github.com/kubeflow/training-operator",
+    module_version="v1.9.3",
+    programs=("training-operator.v1",),
+    packages=("cmd/training-operator.v1",),
+    keeps=("manifests/base/crds/kubeflow.org_pytorchjobs.yaml",),
+)
+"""Not among the families of `FAMILIES`: a benchmark builds it on request, no test needs it."""
 
 # In the order in which a cold machine should build them: the cluster's own first.
 FAMILIES = (KUBERNETES, PAUSE, COREDNS, HELM, PROMETHEUS, MONITORING_CRDS, KWOK)
