@@ -149,6 +149,8 @@ def _path_of(location: tuple[int | str, ...]) -> str:
 def _sentence_of(detail: ErrorDetails) -> str:
     found = json.dumps(detail.get("input"), default=str)
     found = found if len(found) <= 80 else found[:77] + "..."
+    if "env" in detail["loc"]:
+        found = "another value"  # it may be a secret, and this text gets into a status or a log
     context = cast(dict[str, object], detail.get("ctx", {}))
     match detail["type"]:
         case "missing":

@@ -10,7 +10,7 @@ from pydantic.alias_generators import to_camel
 
 from kubelora_api import names
 from kubelora_api.decides import where_all
-from kubelora_api.schema import ApiModel, Rule
+from kubelora_api.schema import ApiModel, JsonObject, Rule
 from kubelora_api.spec import JobSpec
 from kubelora_api.status import JobStatus
 
@@ -99,6 +99,18 @@ class LoraTrainingJob(ApiModel):
     metadata: Annotated[Metadata, Field(strict=False)]
     spec: JobSpec
     status: Annotated[JobStatus, Field(strict=False)] = Field(default_factory=JobStatus)
+
+    def recorded_document(self) -> JsonObject:
+        """Return the document without what may hold a secret, for files that others read.
+
+        No run depends on the pod template, and its environment, annotations and labels are the
+        user's. kubectl keeps a copy of the document in an annotation.
+        """
+        document = self.document()
+        document["spec"].pop("podTemplate", None)
+        document["metadata"].pop("annotations", None)
+        document["metadata"].pop("managedFields", None)
+        return document
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -182,6 +182,11 @@ class PodTemplate(ApiModel):
     shared_memory_size: Annotated[str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi)$", max_length=16)] = Field(
         "1Gi", description="Size of /dev/shm, which counts as memory of the pod. Default 1Gi."
     )
+    scratch_size: Annotated[str, Field(pattern=r"^[0-9]+(Ki|Mi|Gi)$", max_length=16)] = Field(
+        "100Gi",
+        description="Size limit of /tmp, where models from hf:// and caches are kept while the pod "
+        "runs. A pod that exceeds it is evicted. Default 100Gi.",
+    )
     priority_class_name: Name | None = Field(
         None, description="PriorityClass of the pods. Default: the cluster's."
     )

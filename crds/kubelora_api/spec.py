@@ -23,6 +23,7 @@ from kubelora_api.types import (
     PatternKeys,
     Prompt,
     PushPlace,
+    QueueName,
     Rank,
     TextEncoder,
 )
@@ -317,9 +318,9 @@ class JobSpec(ApiModel):
     pod_template: Annotated[PodTemplate, Decides("nothing", live=True)] = Field(
         default_factory=PodTemplate
     )
-    queue_name: (
-        Annotated[str, Field(min_length=1, max_length=63), Decides("nothing", live=True)] | None
-    ) = Field(None, description="Kueue LocalQueue that admits the job's pods.")
+    queue_name: Annotated[QueueName, Decides("nothing", live=True)] | None = Field(
+        None, description="Name of the Kueue LocalQueue that admits the job's pods."
+    )
     suspend: Annotated[bool, Decides("nothing", live=True)] = Field(
         False,
         description="Whether to stop the pods, which save a checkpoint first. Setting it back to "

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, StringConstraints, TypeAdapter
 from pydantic_core import SchemaError
@@ -84,5 +84,10 @@ InputPlace = Annotated[_Uri, _place_rule(CLUSTER_SCHEMES), Location("read")]
 OutputPlace = Annotated[_Uri, _place_rule(("pvc",)), Location("written")]
 PushPlace = Annotated[_Uri, _place_rule(("s3", REPOSITORY), local=False), Location("uploaded")]
 Prompt = Annotated[str, Field(max_length=2048)]
+_LABEL: Final = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+QueueName = Annotated[
+    # Kueue reads it from a label, so it is both a DNS name and at most 63 characters long.
+    str, Field(min_length=1, max_length=63, pattern=rf"^{_LABEL}(\.{_LABEL})*$")
+]
 Rank = Annotated[int, Field(ge=1, le=1024)]
 Alpha = Annotated[float, Field(gt=0, le=65536)]

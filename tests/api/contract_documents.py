@@ -279,6 +279,10 @@ WRONG: tuple[Wrong, ...] = (
         {"trackers": ["neptune"]},
         "spec.tracking.trackers",
     ),
+    Wrong("a queue that is no DNS name", "spec/queueName", "Team Studio", "spec.queueName"),
+    Wrong("a queue of an empty label", "spec/queueName", "team..studio", "spec.queueName"),
+    Wrong("a queue longer than a label", "spec/queueName", "q" * 64, "spec.queueName"),
+    Wrong("scratch without a unit", "spec/podTemplate", {"scratchSize": "9"}, "scratchSize"),
     Wrong("a project with a space", "spec/tracking", {"project": "a b"}, "spec.tracking.project"),
     Wrong("pushed to a claim", "spec/output/push", "pvc://adapters/x", "spec.output.push"),
     Wrong(

@@ -8,7 +8,16 @@ import yaml
 
 from kubelora_api.crd import custom_resource_definition
 from kubelora_api.documents import InvalidDocumentError, check_change, parse_job
-from tests.api.contract_documents import CHANGES, RIGHT, WRONG, Change, Document, Wrong, base
+from tests.api.contract_documents import (
+    CHANGES,
+    RIGHT,
+    WRONG,
+    Change,
+    Document,
+    Wrong,
+    base,
+    changed,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,3 +90,12 @@ def test_a_job_that_has_not_started_may_still_change(change: Change) -> None:
 def test_the_crd_in_the_repository_is_the_one_the_models_make() -> None:
     kept = yaml.safe_load((ROOT / "crds/kubelora.dev_loratrainingjobs.yaml").read_text())
     assert kept == json.loads(json.dumps(custom_resource_definition()))
+
+
+def test_no_message_repeats_a_value_of_the_environment() -> None:
+    secret = "hunter2"
+    for wrong in ([{"name": "T", "value": [secret]}], {"T": secret}, [secret]):
+        with pytest.raises(InvalidDocumentError) as refused:
+            parse_job(changed("spec/podTemplate", {"env": wrong}))
+        assert secret not in str(refused.value)
+        assert "spec.podTemplate.env" in str(refused.value)

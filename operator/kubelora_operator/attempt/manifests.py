@@ -50,9 +50,10 @@ def build_config_map(job: LoraTrainingJob, attempt: int) -> JsonObject:
     """Build the ConfigMap with the resolved document, which `kubelora train` reads in the pod.
 
     It carries the job's uid, which the trainer uses as the run id. It is immutable so that an
-    attempt's configuration can't change while it runs.
+    attempt's configuration can't change while it runs. It has no podTemplate because more people
+    may read ConfigMaps than jobs.
     """
-    document = job.document() | {"metadata": _identity(job)}
+    document = job.recorded_document() | {"metadata": _identity(job)}
     document.pop("status", None)
     return {
         "apiVersion": "v1",

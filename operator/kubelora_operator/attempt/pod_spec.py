@@ -190,7 +190,9 @@ def _volumes(template: PodTemplate, claims: dict[str, bool], config_map: str) ->
     own = {m["name"] for m in _own_mounts(template)}
     volumes: list[JsonObject] = [{"name": "kubelora-job", "configMap": {"name": config_map}}]
     if "kubelora-scratch" in own:
-        volumes.append({"name": "kubelora-scratch", "emptyDir": {}})
+        volumes.append(
+            {"name": "kubelora-scratch", "emptyDir": {"sizeLimit": template.scratch_size}}
+        )
     if "kubelora-shared-memory" in own:
         volumes.append(
             {

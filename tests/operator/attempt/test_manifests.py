@@ -97,7 +97,7 @@ POD = {
     ],
     "volumes": [
         {"name": "kubelora-job", "configMap": {"name": NAME}},
-        {"name": "kubelora-scratch", "emptyDir": {}},
+        {"name": "kubelora-scratch", "emptyDir": {"sizeLimit": "100Gi"}},
         {"name": "kubelora-shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
         {"name": "kubelora-claim-0", "persistentVolumeClaim": {"claimName": "adapters"}},
         {"name": "kubelora-claim-1", "persistentVolumeClaim": {"claimName": "models"}},
@@ -328,3 +328,22 @@ def test_names_of_a_gang_are_legal_at_the_longest_name_a_job_may_have() -> None:
     name = child_name("b" * 40, UID, 999_999)
     assert len(f"{name}-63") <= 63
     assert name[0].isalpha()
+
+
+def test_a_literal_secret_gets_into_the_pod_alone() -> None:
+    secret = "hunter2"
+    made = document(podTemplate={"env": [{"name": "HF_TOKEN", "value": secret}]})
+    made["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied": json.dumps(made)}
+    job = parse_job(made)
+    assert secret not in json.dumps(build_config_map(job, 1))
+    child = build_job(job, 1, "trainer:1")
+    container = child["spec"]["template"]["spec"]["containers"][0]
+    assert {"name": "HF_TOKEN", "value": secret} in container["env"]
+    container["env"] = []
+    assert secret not in json.dumps(child)
+
+
+def test_what_the_config_map_leaves_out_changes_no_default_of_the_trainer() -> None:
+    job = parse_job(document(podTemplate={"image": "mine:1"}))
+    read = parse_job(json.loads(build_config_map(job, 1)["data"]["job.json"]))
+    assert read.spec.model_copy(update={"pod_template": job.spec.pod_template}) == job.spec

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kubelora_api.documents import parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_trainer.storage.output_dir import (
     Manifest,
@@ -56,6 +57,20 @@ def test_the_manifest_tells_job_versions_attempt_and_state(tmp_path: Path) -> No
     assert manifest["attempt"] == 1
     assert manifest["job"]["spec"]["adapter"]["rank"] == 16  # a default, filled in
     assert set(manifest["versions"]) >= {"torch", "diffusers", "peft", "transformers", "kubelora"}
+
+
+def test_the_manifest_holds_nothing_of_the_pod_template_and_no_annotation(tmp_path: Path) -> None:
+    secret = "hunter2"
+    document = job().document()
+    document["spec"]["podTemplate"] = {
+        "env": [{"name": "HF_TOKEN", "value": secret}],
+        "annotations": {"example.com/key": secret},
+    }
+    document["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied": secret}
+    claim(tmp_path / "out", parse_job(document, local=True))
+    written = [p.read_text() for p in (tmp_path / "out").rglob("*") if p.is_file()]
+    assert written
+    assert not any(secret in text for text in written)
 
 
 def test_attempts_count_on_locally_and_follow_the_operator_in_a_pod(tmp_path: Path) -> None:

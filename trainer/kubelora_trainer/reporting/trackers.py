@@ -116,7 +116,7 @@ class WandB:
             id=_identity(folder, step),
             resume="allow",
             dir=str(folder.path),
-            config=folder.job.document(),
+            config=folder.job.recorded_document(),
         )
         _started(tracker)
         return cls(tracker, max(step, tracker.tracker.step - 1))

@@ -121,7 +121,7 @@ class OutputFolder:
             state=state,
             message=message,
             updated=datetime.now(UTC).isoformat(timespec="seconds"),
-            job=self.job.document(),
+            job=self.job.recorded_document(),
             versions=installed_versions(),
             record=self.record,
             artifacts=artifacts or [],

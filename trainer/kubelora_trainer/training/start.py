@@ -49,7 +49,7 @@ def load_baseline_for_run(
             place = resolve_input(uri, run.options.mounts, content="run")
         except StorageError as error:
             raise StorageError(f"health.baseline: {error}") from error
-        document = run.job.document()
+        document = run.job.recorded_document()
         baseline = load_baseline(uri, place, document, installed_versions(), digest, total_steps)
         for line in baseline.report_lines():
             logger.info(line)
