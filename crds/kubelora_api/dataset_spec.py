@@ -52,13 +52,19 @@ class Captions(ApiModel):
     separator: Annotated[str, Field(min_length=1, max_length=8), _CAPTION] = Field(
         ",", description="Separator between tags, 1 to 8 characters. Default: a comma."
     )
+    max_missing: Annotated[float, Field(ge=0, le=1), Decides("nothing")] = Field(
+        0.2,
+        description="Maximum share of images without a caption, 0 to 1; the run ends before "
+        "training if more have none, or if a source has none at all. 1 trains on empty captions on "
+        "purpose. Default 0.2.",
+    )
 
 
 Column = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class Columns(ApiModel):
-    """Names of columns in .parquet and .arrow files, and of fields in metadata.jsonl."""
+    """Names of columns in .parquet and .arrow files, and of fields in metadata files."""
 
     image: Annotated[Column, Decides("pixels", "order", held_as=("file",))] = Field(
         "image",
@@ -66,7 +72,9 @@ class Columns(ApiModel):
         "bytes of a struct. Default image.",
     )
     caption: Annotated[Column, _CAPTION] = Field(
-        "text", description="Column or field with the captions. Default text."
+        "text",
+        description="Column or field with the captions. Default text; if it is absent, caption, "
+        "prompt, description, tags and other common names are read.",
     )
     category: Annotated[Column, Decides("nothing", resume="no")] = Field(
         "category", description="Column or field with the categories. Default category."
@@ -116,8 +124,8 @@ class Dataset(ApiModel):
 
     uri: Annotated[InputPlace, _DATA] = Field(
         description="Directory with images, and captions in metadata.jsonl (file_name, text) or in "
-        ".txt or .caption files next to the images; or with .parquet or .arrow files that contain "
-        "images."
+        ".txt or .caption files next to the images, or in the layouts of other trainers; or with "
+        ".parquet, .arrow or .tar files that contain images."
     )
     columns: Columns = Field(default_factory=Columns)
     repeats: Annotated[int, Field(ge=1, le=1000), Decides("order")] = Field(

@@ -258,6 +258,7 @@ WRONG: tuple[Wrong, ...] = (
         "spec.dataset.captions.separator",
     ),
     Wrong("a long prefix", "spec/dataset/captions", {"prefix": "x" * 257}, "spec.dataset.captions"),
+    Wrong("a share above 1", "spec/dataset/captions", {"maxMissing": 2}, "spec.dataset.captions"),
     Wrong("unknown duplicates", "spec/dataset/onDuplicate", "drop", "spec.dataset.onDuplicate"),
     Wrong(
         "bf16 accumulator",
@@ -514,7 +515,13 @@ RIGHT: dict[str, Document] = {
                     "usePrefix": False,
                 },
             ],
-            "captions": {"prefix": "zwx", "shuffleTags": True, "keepTags": 2, "separator": ";"},
+            "captions": {
+                "prefix": "zwx",
+                "shuffleTags": True,
+                "keepTags": 2,
+                "separator": ";",
+                "maxMissing": 1,
+            },
         },
     ),
     "strict about its images": changed(

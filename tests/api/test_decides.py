@@ -58,6 +58,7 @@ def test_a_run_may_resume_after_these_fields_changed_and_no_others() -> None:
         "queueName",
         "suspend",
         "restartPolicy",
+        "dataset.captions.maxMissing",
         "dataset.cache",
         "output.dtype",
         "output.push",
@@ -106,6 +107,7 @@ def test_what_the_fields_decide() -> None:
     }
     assert _paths("nothing") & {p for p in EVERY_FIELD if p.startswith("dataset.")} == {
         "dataset.cache",
+        "dataset.captions.maxMissing",
         "dataset.columns.category",
         "dataset.extraSources.category",
     }

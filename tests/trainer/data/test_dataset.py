@@ -43,6 +43,12 @@ def _skipping(folder: Path) -> tuple[dict[str, str], PreflightReport]:
     return {sample.file: sample.caption for sample in samples}, report
 
 
+def _dataset(**captions: object) -> dataset_spec.Dataset:
+    """Settings for images that need no captions."""
+    document = {"uri": "x", "resolution": 64, "captions": {"maxMissing": 1, **captions}}
+    return dataset_spec.Dataset.model_validate(document)
+
+
 def test_the_demos_photographs_pass_with_their_captions(demo: DemoPaths) -> None:
     data = build_dataset(demo.photos, dataset_spec.Dataset(uri="x", resolution=64))
     assert len(data) == data.report.used == data.report.found == 8
@@ -54,9 +60,14 @@ def test_the_demos_photographs_pass_with_their_captions(demo: DemoPaths) -> None
 def test_captions_come_from_metadata_then_from_text_files_and_folders_are_entered(
     tmp_path: Path,
 ) -> None:
-    for name in ("a.png", "b.png", "c.png", "sub/d.png", "sub/e.PNG", "f.png"):
+    for name in ("a.png", "b.png", "c.png", "sub/d.png", "other/e.PNG", "f.png"):
         _image(tmp_path / name)
-    _metadata(tmp_path, {"file_name": "a.png", "text": "from metadata"}, {"file_name": "f.png"})
+    _metadata(
+        tmp_path,
+        {"file_name": "a.png", "text": "from metadata"},
+        {"file_name": "f.png"},
+        {"file_name": "other/e.PNG"},
+    )
     _metadata(tmp_path / "sub", {"file_name": "d.png", "text": "a line\u2028separator"})
     (tmp_path / "a.txt").write_text("not this one")
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbffrom a\r\ntext file\n")
@@ -70,15 +81,21 @@ def test_captions_come_from_metadata_then_from_text_files_and_folders_are_entere
         "c.png": "from a caption file",
         "f.png": "beside",
         "sub/d.png": "a line\u2028separator",
-        "sub/e.PNG": "",
+        "other/e.PNG": "",
     }
-    assert report.notes == (Remark("sub/e.PNG", "no caption", "", "trained on the empty caption"),)
+    assert report.notes == (
+        Remark("b.png", "caption of several lines", "2 lines", "joined"),
+        Remark("other/e.PNG", "no caption", "", "trained on the empty caption"),
+    )
     assert (report.without_caption, report.other_files) == (1, 1)
 
 
 def test_found_is_used_plus_skipped_and_each_bad_image_is_named(tmp_path: Path) -> None:
     for n in range(3):
         _image(tmp_path / f"good{n}.png")
+        (tmp_path / f"good{n}.txt").write_text("x")
+    for name in ("zero", "text", "cut", "photo"):
+        (tmp_path / f"{name}.txt").write_text("x")
     (tmp_path / "zero.jpg").touch()
     (tmp_path / "text.jpg").write_text("hello")
     whole = _image(tmp_path / "cut.png", (500, 500)).read_bytes()
@@ -153,12 +170,17 @@ def test_a_caption_that_is_not_utf8_is_its_images_problem_and_names_the_byte(
 def test_a_wrong_metadata_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
     _image(tmp_path / "a.png")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n' + line)
+    _, report = _skipping(tmp_path)
+    assert sentence in "; ".join(f"{one.file}: {one.detail}" for one in report.skipped)
+    assert (report.found, report.used) == (2, 1)
     with pytest.raises(DatasetError, match=re.escape(sentence)):
-        _skipping(tmp_path)
+        build_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
 
 
 def test_each_way_of_not_being_a_file_is_told(tmp_path: Path) -> None:
     _image(tmp_path / "a.png")
+    for name in ("a", "link", "pipe"):
+        (tmp_path / f"{name}.txt").write_text("x")
     long = "x" * 300 + ".png"
     (tmp_path / "link.png").symlink_to("gone.png")
     os.mkfifo(tmp_path / "pipe.png")
@@ -171,7 +193,7 @@ def test_each_way_of_not_being_a_file_is_told(tmp_path: Path) -> None:
         "link.png": "it is a link to gone.png, which does not exist",
         "pipe.png": "it is a folder or a device, not a file",
         "folder": "it is a folder or a device, not a file",
-        "gone.jpg": "it is listed in metadata.jsonl but does not exist",
+        "gone.jpg": "it is listed in the metadata but does not exist",
     }
 
 
@@ -227,18 +249,6 @@ def test_a_folder_that_can_not_be_read_ends_the_run_rather_than_hide_its_images(
         _skipping(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["metadata.csv", "metadata.parquet"])
-def test_captions_in_a_form_that_is_not_read_are_refused_unless_there_are_others(
-    tmp_path: Path, name: str
-) -> None:
-    _image(tmp_path / "a.png")
-    (tmp_path / name).write_text("file_name,text\na.png,a bottle\n")
-    with pytest.raises(DatasetError, match=rf"{name} is not read: convert it to metadata\.jsonl"):
-        _skipping(tmp_path)
-    (tmp_path / "a.txt").write_text("a bottle")
-    assert _skipping(tmp_path)[0] == {"a.png": "a bottle"}
-
-
 def test_a_caption_whose_image_is_not_there_is_told(tmp_path: Path) -> None:
     _image(tmp_path / "a.png")
     for name in ("a.txt", "a.png.caption", "sub/b.txt", "c.jpg.txt"):
@@ -263,7 +273,7 @@ def test_small_images_are_upscaled_and_empty_captions_kept_and_both_are_noted(
         Remark("small.png", "empty caption", "", "trained on the empty caption"),
     )
     assert report.upscaled == 1
-    data = build_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
+    data = build_dataset(tmp_path, _dataset())
     assert data.image(_view(data)).pixels.shape == (3, 64, 64)
     assert data.image(_view(data)).sizes.original_size == (70, 40)
 
@@ -297,7 +307,7 @@ def test_the_report_is_written_as_it_is(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_after_preflight_is_an_error(tmp_path: Path) -> None:
     _image(tmp_path / "a.png")
-    data: ImageDataset = build_dataset(tmp_path, dataset_spec.Dataset(uri="x", resolution=64))
+    data: ImageDataset = build_dataset(tmp_path, _dataset())
     _image(tmp_path / "a.png", (90, 70))
     with pytest.raises(
         DatasetError,

@@ -63,7 +63,11 @@ def test_exact_duplicates_are_kept_and_noted_or_left_out_and_never_fail_a_run(
     assert (kept.found, kept.used, kept.duplicates) == (3, 3, 1)
     assert Remark("b/copy.png", "exact duplicate", "same bytes as a.png", "kept") in kept.notes
     settings = dataset_spec.Dataset(
-        uri="x", resolution=64, on_duplicate="skip", on_bad_image="fail"
+        uri="x",
+        resolution=64,
+        on_duplicate="skip",
+        on_bad_image="fail",
+        captions=dataset_spec.Captions(max_missing=1),
     )
     data = build_dataset(tmp_path, settings)
     assert [sample.file for sample in data.samples] == ["a.png", "c.png"]
@@ -82,7 +86,9 @@ def test_images_of_one_place_that_is_named_twice_are_duplicates_too(tmp_path: Pa
 def test_categories_come_from_metadata_then_from_the_first_folder(tmp_path: Path) -> None:
     for number, name in enumerate(("top.png", "glass/a.png", "glass/deep/b.png", "soft/c.png")):
         _image(tmp_path / name, grey=number)
+        (tmp_path / name).with_suffix(".txt").write_text("x")
     (tmp_path / "soft/bad.jpg").touch()
+    (tmp_path / "soft/bad.txt").write_text("x")
     (tmp_path / "metadata.jsonl").write_text(
         json.dumps({"file_name": "soft/c.png", "text": "x", "category": "fabric"}) + "\n"
     )

@@ -175,8 +175,8 @@ def test_unpacked_tables_are_used_again_until_they_change(tmp_path: Path) -> Non
     ("table", "sentence"),
     [
         (
-            pa.table({"picture": [b"x"], "text": ["a"]}),
-            "has no column 'image'; its columns are picture, te",
+            pa.table({"picture": [b"x"], "thumb": [b"y"], "text": ["a"]}),
+            "has no column 'image'; its columns are picture, thumb, te",
         ),
         (
             pa.table({"image": [b"x"], "label": [3]}),
@@ -212,7 +212,9 @@ def test_a_category_that_no_table_and_no_line_has_is_answered_with_the_one_meant
 def test_a_source_with_one_category_for_all_needs_no_column_of_them(tmp_path: Path) -> None:
     _write(_table([_png(1)], text=["a"]), tmp_path / "more" / "a.parquet")
     more = {"uri": str(tmp_path / "more"), "category": "cans"}
-    settings = _settings(columns={"category": "kind"}, extraSources=[more])
+    settings = _settings(
+        columns={"category": "kind"}, extraSources=[more], captions={"maxMissing": 1}
+    )
     [source] = resolve_extra_sources(settings, {})
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").write_bytes(_png(2))

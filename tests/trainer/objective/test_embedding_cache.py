@@ -164,6 +164,7 @@ def test_what_can_not_be_cached_rightly_is_not_and_says_so(
     base: BaseModel, photos: Path, tmp_path: Path, work: Work
 ) -> None:
     Image.new("RGB", (90, 90)).save(photos / "square.png")
+    (photos / "square.txt").write_text("black")
     said: list[str] = []
     data = _open(photos, crop="random", captions={"shuffleTags": True})
     squares = sum(sample.width == sample.height for sample in data.samples)

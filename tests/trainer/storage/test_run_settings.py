@@ -24,6 +24,8 @@ def _by_hand(job: LoraTrainingJob) -> JsonObject:
     groups = ("model", "dataset", "adapter", "training", "precision", "validation")
     kept: JsonObject = {group: dict(spec[group]) for group in groups}
     kept["dataset"].pop("cache", None)
+    # Younger than these runs: it decides whether a run starts, and nothing of what it computes.
+    kept["dataset"]["captions"].pop("maxMissing", None)
     kept["output"] = {"uri": spec["output"]["uri"]}
     return {"metadata": {"name": job.metadata.name}, "spec": kept}
 

@@ -1,180 +1,212 @@
-"""Captions of a dataset: from metadata.jsonl first, then from a text file next to the image."""
+"""Captions of a source's images: from metadata files first, then from a file of each image's own.
+
+Tools keep captions in many places. All that can be recognised are read, and the files that could
+hold captions but were not read are known by name, so that a caption is never lost silently.
+"""
 
 import json
-import re
-import unicodedata
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kubelora_api.dataset_spec import Columns
-from kubelora_api.suggestions import did_you_mean, listed
+from kubelora_trainer.data.caption_fields import caption_of
+from kubelora_trainer.data.images import IMAGE_SUFFIXES
+from kubelora_trainer.data.metadata_listing import (
+    SURROGATE,
+    ImageNames,
+    MetadataListing,
+    add_rows,
+    check_columns,
+    folded,
+    is_listing_candidate,
+    is_metadata,
+    read_listing,
+)
+from kubelora_trainer.data.metadata_rows import read_rows
+from kubelora_trainer.data.sources import SourceFolder
+from kubelora_trainer.data.text_files import read_text
 from kubelora_trainer.utils.errors import DatasetError
 from kubelora_trainer.utils.text import printable
 
-METADATA_FILE = "metadata.jsonl"
-CAPTION_SUFFIXES = (".txt", ".caption")
-UNSUPPORTED_METADATA = ("metadata.csv", "metadata.tsv", "metadata.json", "metadata.parquet")
-"""Other forms of metadata.jsonl, which the Hugging Face libraries or other trainers write."""
-SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which JSON can escape but UTF-8 can't encode."""
+TEXT_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags", ".prompt")
+"""Suffixes of text files with one image's caption, the first of them first."""
+SIDE_SUFFIXES = (*TEXT_SUFFIXES, ".json")
+OTHER_TEXT_SUFFIXES = (
+    *(".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".yaml", ".yml", ".toml", ".xml", ".xmp"),
+    *(".md", ".html", ".xlsx", ".xls", ".ods", ".db", ".sqlite", ".npz", ".pkl", ".tar", ".zip"),
+)
+"""Suffixes of further files that may hold captions."""
+CAPTION_FOLDERS = frozenset(
+    ("caption", "captions", "text", "texts", "txt", "tags", "label", "labels", "prompts", "json")
+)
+IMAGE_FOLDERS = frozenset(("image", "images", "img", "imgs", "photo", "photos", "pictures", "jpg"))
+"""Names of folders that hold nothing but captions, or images, of one set."""
 
 
 @dataclass(frozen=True)
-class CaptionEntry:
-    """Line of metadata.jsonl; None where it lacks the field."""
+class Caption:
+    """Caption of one image. lines: of its text file. unused: further captions it was given."""
 
-    caption: str | None
-    category: str | None
-
-
-@dataclass(frozen=True)
-class MetadataListing:
-    """Entries of all metadata files, by image path. fields: those that at least one line has."""
-
-    entries: Mapping[Path, CaptionEntry]
-    fields: tuple[str, ...] = ()
+    text: str
+    lines: int = 1
+    unused: int = 0
 
 
-def read_listing(metadata_files: list[Path], columns: Columns) -> MetadataListing:
-    """Read every metadata.jsonl; ``file_name`` is relative to its file's folder.
+class CaptionFinder:
+    """Captions of the images of one source."""
 
-    columns: names of the fields with caption and category.
+    def __init__(
+        self,
+        files: Collection[Path],
+        images: Collection[Path],
+        source: SourceFolder,
+        columns: Columns,
+        listing: MetadataListing,
+    ) -> None:
+        """Index the files that may hold captions.
 
-    Raises:
-        DatasetError: A line is invalid; the message names file and line.
-    """
-    entries: dict[Path, CaptionEntry] = {}
-    fields: dict[str, None] = {}
-    for file in metadata_files:
-        for number, line in enumerate(read_text(file).split("\n"), start=1):
-            if not line.strip():
+        Args:
+            files: All files of the source.
+            images: Those that are images.
+            source: The source.
+            columns: Names of the fields with caption and category.
+            listing: What its metadata files list.
+        """
+        self.listing = listing
+        self._folder, self.columns = source.folder, columns
+        self._beside: dict[str, list[Path]] = {}
+        self._apart: dict[tuple[str, ...], list[Path]] = {}
+        self.side_fields: dict[Path, tuple[str, ...]] = {}
+        known = set(images)
+        rank = {suffix: number for number, suffix in enumerate(SIDE_SUFFIXES)}
+        candidates = [
+            file
+            for file in files
+            if file.suffix.lower() in rank and not is_metadata(file.name) and file not in known
+        ]
+        for file in sorted(candidates, key=lambda one: (rank[one.suffix.lower()], one)):
+            self._beside.setdefault(folded(file.with_suffix("")), []).append(file)
+            parts = self._parts(file)
+            if any(part in CAPTION_FOLDERS for part in parts[:-1]):
+                self._apart.setdefault(_without(parts, CAPTION_FOLDERS), []).append(file)
+        self.used: set[Path] = {file for image in images for file in self.side_files(image)}
+        self._read_other_lists(files, images, ImageNames(source.folder, images))
+
+    def side_files(self, image: Path) -> list[Path]:
+        """List the files with the image's own caption, the one to read first at the head."""
+        by_stem = self._beside.get(folded(image.with_suffix("")), [])
+        by_name = self._beside.get(folded(image), [])
+        # A name in exactly the image's letters wins: a.txt and A.txt may belong to two images.
+        exact = {image.with_suffix(""), image}
+        beside = sorted(by_stem + by_name, key=lambda file: file.with_suffix("") not in exact)
+        if beside:
+            return beside
+        parts = self._parts(image)
+        for key in (parts, _without(parts, IMAGE_FOLDERS)):
+            if found := self._apart.get(key):
+                return found
+        return []
+
+    def find(self, image: Path) -> Caption | None:
+        """Find the image's caption; None when it has none.
+
+        Raises:
+            DatasetError: A caption file can't be read.
+        """
+        listed = self.listing.entries.get(image)
+        if listed is not None and listed.caption is not None:
+            return Caption(listed.caption.text, unused=listed.caption.unused)
+        empty: Caption | None = None
+        for file in self.side_files(image):
+            found = self._read(file)
+            if found is not None and found.text:
+                return found
+            empty = empty or found
+        return empty
+
+    def unread(self, files: Collection[Path], images: Collection[Path]) -> Iterator[Path]:
+        """Yield the files that may hold captions and that no caption was read from."""
+        read = self.used | set(images) | set(self.listing.fields)
+        for file in files:
+            suffix = file.suffix.lower()
+            if file not in read and suffix in (*SIDE_SUFFIXES, *OTHER_TEXT_SUFFIXES):
+                yield file
+        yield from (file for file, fields in self.side_fields.items() if fields)
+
+    def _read(self, file: Path) -> Caption | None:
+        text = read_text(file)
+        if file.suffix.lower() != ".json":
+            lines = [line for line in text.splitlines() if line.strip()]
+            return Caption(" ".join(text.split()), lines=max(1, len(lines)))
+        try:
+            document = json.loads(text)
+            entry = {"text": document} if isinstance(document, str) else document
+            if not isinstance(entry, dict):
+                raise ValueError("it has neither an object nor a string")
+            found = caption_of(entry, self.columns)
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(f"{file} has no caption that can be read: {error}.") from None
+        if found is None:
+            self.side_fields[file] = tuple(entry)
+            return None
+        if half := SURROGATE.search(found.text):
+            raise DatasetError(f"{file} contains half a character (\\u{ord(half[0]):04x}).")
+        return Caption(found.text, unused=found.unused)
+
+    def _read_other_lists(
+        self, files: Collection[Path], images: Collection[Path], names: ImageNames
+    ) -> None:
+        """Read lists of any other name for images that have no caption so far."""
+        without = {
+            image
+            for image in images
+            if not self.side_files(image)
+            and ((entry := self.listing.entries.get(image)) is None or entry.caption is None)
+        }
+        for file in sorted(files) if without else ():
+            if is_metadata(file.name) or file in self.used or not is_listing_candidate(file):
                 continue
-            where = f"{file}, line {number}"
-            image, entry = _entry(line, where, file.parent, columns, fields)
-            if image in entries:
-                raise DatasetError(f"{where}: {image.name} is listed a second time.")
-            entries[image] = entry
-    return MetadataListing(entries, tuple(fields))
+            try:
+                rows = read_rows(file)
+            except DatasetError:  # of unknown purpose; it is named among the files not read
+                continue
+            named = [r for r in rows if r.image and names.find(r.image, file.parent) in without]
+            found = MetadataListing()
+            add_rows(found, named, file, self.columns, names)
+            captions = {i: e for i, e in found.entries.items() if e.caption is not None}
+            if captions:
+                self.listing.entries.update(captions)
+                self.listing.fields.update(found.fields)
+                self.listing.bad += found.bad
+                without -= captions.keys()
+            elif named:
+                self.side_fields[file] = found.fields[file]
+
+    def _parts(self, file: Path) -> tuple[str, ...]:
+        name = file.relative_to(self._folder).with_suffix("")
+        if name.suffix.lower() in IMAGE_SUFFIXES:  # NAME.jpg.txt
+            name = name.with_suffix("")
+        return tuple(folded(part) for part in name.parts)
 
 
-def check_columns(
-    listing: MetadataListing,
-    columns: Columns,
-    folder: Path,
-    caption: str | None,
-    category: str | None,
-) -> None:
-    """Check that each field the job names is in some line of metadata; defaults may be absent.
+def build_caption_finder(
+    files: Collection[Path], images: Collection[Path], source: SourceFolder, columns: Columns
+) -> CaptionFinder:
+    """Read the metadata files of a source and index the captions of its images.
 
     Args:
-        listing: What was read from the metadata files.
-        columns: Names of the fields, as the job sets them.
-        folder: Folder of the source, for the message.
-        caption: Caption that the source sets for its images, which then need no field.
-        category: Category that the source sets for its images, which then need no field.
+        files: All files of the source.
+        images: Those that are images.
+        source: The source.
+        columns: Names of the fields with caption and category.
 
     Raises:
-        DatasetError: No line has a field of that name.
+        DatasetError: A metadata file can't be read, or no line has a field that the job names.
     """
-    defaults, fields = Columns(), listing.fields
-    for field, name, default, given in (
-        ("caption", columns.caption, defaults.caption, caption),
-        ("category", columns.category, defaults.category, category),
-    ):
-        if fields and given is None and name not in (default, *fields):
-            raise DatasetError(
-                f"No line of {METADATA_FILE} in {folder} has a field {name!r}; the fields are "
-                f"{listed(fields)}: name the right one in dataset.columns.{field}"
-                f"{did_you_mean(name, fields)}"
-            )
-
-
-def _entry(
-    line: str, where: str, folder: Path, columns: Columns, fields: dict[str, None]
-) -> tuple[Path, CaptionEntry]:
-    """Parse one line, and add the names of its fields to ``fields``."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{where}: not a JSON object ({error}).") from None
-    name = entry.get("file_name") if isinstance(entry, dict) else None
-    if not isinstance(name, str) or not name:
-        raise DatasetError(
-            f"{where}: a line needs a file_name, as in "
-            '{"file_name": "a.jpg", "text": "a bottle"}.'
-        )
-    fields.update(dict.fromkeys(entry))
-    for field in ("file_name", columns.caption, columns.category):
-        value = entry.get(field)
-        if value is not None and not isinstance(value, str):
-            raise DatasetError(f"{where}: {field} must be a string, not {type(value).__name__}.")
-        if value is not None and (half := SURROGATE.search(value)):
-            raise DatasetError(
-                f"{where}: {field} contains half a character (\\u{ord(half[0]):04x}), as when text "
-                "is cut off in the middle of an emoji: fix or remove it."
-            )
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DatasetError(f"{where}: file_name {name!r} points outside the dataset's folder.")
-    caption, category = entry.get(columns.caption), entry.get(columns.category)
-    return folder / name, CaptionEntry(
-        caption=None if caption is None else caption.strip(),
-        category=None if category is None else " ".join(category.split()),
-    )
-
-
-def match_file_names(listing: MetadataListing, files: Collection[Path]) -> MetadataListing:
-    """Return the listing under the names that the files have on disk.
-
-    Unicode has several spellings of one name: macOS decomposes letters and accents (NFD), editors
-    compose them (NFC). An entry that already names a file is left as it is.
-    """
-    known = set(files)
-    absent = [image for image in listing.entries if image not in known]
-    if not absent:
-        return listing
-    free = {_composed(file): file for file in known - listing.entries.keys()}
-    names = {image: free.pop(_composed(image), image) for image in absent}
-    entries = {names.get(image, image): entry for image, entry in listing.entries.items()}
-    return replace(listing, entries=entries)
-
-
-def _composed(path: Path) -> str:
-    return unicodedata.normalize("NFC", str(path))
-
-
-def check_metadata_format(folders: Mapping[Path, Collection[str]]) -> None:
-    """Check that no folder keeps its captions in an unsupported format, which would lose them.
-
-    folders: names of the files in each. A table next to metadata.jsonl or text files is accepted:
-    it may be for something else.
-
-    Raises:
-        DatasetError: A folder has an unsupported metadata file and no other captions.
-    """
-    for folder, names in folders.items():
-        table = next((name for name in names if name in UNSUPPORTED_METADATA), None)
-        if table and not any(n == METADATA_FILE or n.endswith(CAPTION_SUFFIXES) for n in names):
-            raise DatasetError(
-                f"{folder / table} is not read: convert it to {METADATA_FILE}, with one "
-                '{"file_name": "a.jpg", "text": "a bottle"} per line, or move it away.'
-            )
-
-
-def find_caption(image: Path, listing: MetadataListing) -> str | None:
-    """Find the image's caption; None when it has none.
-
-    Raises:
-        DatasetError: A caption file can't be read.
-    """
-    listed = listing.entries.get(image)
-    if listed is not None and listed.caption is not None:
-        return listed.caption
-    for suffix in CAPTION_SUFFIXES:
-        for file in (image.with_suffix(suffix), image.with_name(image.name + suffix)):
-            if file.is_file():
-                return " ".join(read_text(file).split())
-    return None
+    listing = read_listing(files, source.folder, columns, ImageNames(source.folder, files))
+    check_columns(listing, columns, source.folder, source.caption, source.category)
+    return CaptionFinder(files, images, source, columns, listing)
 
 
 def find_category(image: Path, folder: Path, listing: MetadataListing) -> str:
@@ -196,19 +228,5 @@ def find_category(image: Path, folder: Path, listing: MetadataListing) -> str:
     return printable(parts[0]) if len(parts) > 1 else ""
 
 
-def read_text(file: Path) -> str:
-    """Read a UTF-8 file without its byte-order mark.
-
-    Raises:
-        DatasetError: The file can't be read, or is not UTF-8; the message has the offset.
-    """
-    try:
-        content = file.read_bytes()
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise DatasetError(
-            f"{file} is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}. Save it "
-            "as UTF-8."
-        ) from None
-    except OSError as error:
-        raise DatasetError(f"{file} can't be read: {error.strerror}.") from error
+def _without(parts: tuple[str, ...], names: frozenset[str]) -> tuple[str, ...]:
+    return (*(part for part in parts[:-1] if part not in names), parts[-1])

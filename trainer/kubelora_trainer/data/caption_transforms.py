@@ -1,8 +1,18 @@
 """Caption transforms applied before text encoding: the prefix, and shuffled tags."""
 
+import re
+
 import numpy as np
 
 from kubelora_api.dataset_spec import Captions
+
+PROMPT_SYNTAX = re.compile(
+    r"\([^()]*:\s*[0-9.]+\)"  # (word:1.2)
+    r"|\bBREAK\b"
+    r"|\{[^{}]*\|[^{}]*\}"  # {one|another}
+    r"|<lora:[^<>]*>"
+)
+"""Syntax of user interfaces for prompts. Here it is text like any other."""
 
 
 def prefixed(caption: str, settings: Captions) -> str:

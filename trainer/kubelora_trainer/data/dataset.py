@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kubelora_api import dataset_spec
+from kubelora_trainer.data.caption_check import require_captions
 from kubelora_trainer.data.caption_transforms import prefixed, training_caption
 from kubelora_trainer.data.cropping import (
     SizeConditions,
@@ -181,10 +182,11 @@ def build_dataset(
         The usable samples and the report.
 
     Raises:
-        DatasetError: There are no usable images, a bad one where ``onBadImage`` is fail, or
-            metadata that can't be read.
+        DatasetError: There are no usable images, a bad one where ``onBadImage`` is fail, metadata
+            that can't be read, or fewer captions than the job allows.
     """
     samples, report = preflight(folder, settings, limits, on_progress, extra)
     publish(report)  # first, so that the report of a run that is refused can be read
     require_usable_images(report, settings.on_bad_image)
+    require_captions(report, settings)
     return ImageDataset(samples, settings, report)

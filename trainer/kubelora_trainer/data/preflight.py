@@ -15,20 +15,22 @@ from typing import Literal
 from kubelora_api import dataset_spec
 from kubelora_trainer.data.buckets import Size, nearest_size, training_sizes, visible_share
 from kubelora_trainer.data.caption_files import (
-    CAPTION_SUFFIXES,
-    METADATA_FILE,
-    MetadataListing,
-    check_columns,
-    check_metadata_format,
-    find_caption,
+    SIDE_SUFFIXES,
+    Caption,
+    CaptionFinder,
+    build_caption_finder,
     find_category,
-    match_file_names,
-    read_listing,
 )
-from kubelora_trainer.data.caption_transforms import prefixed
+from kubelora_trainer.data.caption_transforms import PROMPT_SYNTAX, prefixed
 from kubelora_trainer.data.files import files_below
 from kubelora_trainer.data.images import IMAGE_SUFFIXES, BadImageError, decode_image
-from kubelora_trainer.data.preflight_report import Count, PreflightReport, Remark
+from kubelora_trainer.data.metadata_listing import BadRow, is_metadata
+from kubelora_trainer.data.preflight_report import (
+    CaptionCount,
+    Count,
+    PreflightReport,
+    Remark,
+)
 from kubelora_trainer.data.sources import SourceFolder
 from kubelora_trainer.data.token_limits import TokenLimit, describe_truncations
 from kubelora_trainer.utils.errors import DatasetError
@@ -38,6 +40,9 @@ MIN_VISIBLE_SHARE = 0.5
 """A crop that shows less of its image than this is noted in the report."""
 LONG_CAPTION = "caption too long"
 DUPLICATE = "exact duplicate"
+UNLISTED = "not in the metadata"
+_LEFT_OUT_ON_PURPOSE = frozenset((DUPLICATE, UNLISTED))
+"""Problems for which an image is left out without being a bad one."""
 OnProgress = Callable[[int, int], None]
 """Callback for progress: (done, total)."""
 
@@ -83,15 +88,13 @@ class _ImageChecker:
     source: SourceFolder
     settings: dataset_spec.Dataset
     sizes: tuple[Size, ...]
-    listing: MetadataListing
+    finder: CaptionFinder
     limits: tuple[TokenLimit, ...]
 
     def __call__(self, image: Path) -> _CheckedImage:
         source = self.source
-        file = printable(image.relative_to(source.folder).as_posix())
-        if source.label:
-            file = f"{source.label}/{file}"
-        category = source.category or find_category(image, source.folder, self.listing)
+        file = source.shown(image)
+        category = source.category or find_category(image, source.folder, self.finder.listing)
         try:
             sample, notes = self._sample(image, file, category)
         except BadImageError as error:
@@ -101,18 +104,14 @@ class _ImageChecker:
 
     def _sample(self, image: Path, file: str, category: str) -> tuple[Sample, tuple[Remark, ...]]:
         """Return the sample and remarks on it. Raises BadImageError."""
+        if row := self.finder.listing.bad_images.get(image):
+            raise BadImageError(row.kind, self._detail(row))
         if problem := _missing_file_problem(image):
             raise BadImageError(*problem)
+        caption = self._caption(image)
         decoded = decode_image(image, self.settings)
         width, height = decoded.image.size
         self._check_shape(width, height)
-        try:
-            caption = find_caption(image, self.listing)
-        except DatasetError as error:
-            kind = "caption not UTF-8" if "UTF-8" in str(error) else "caption can't be read"
-            raise BadImageError(kind, str(error).rstrip(".")) from error
-        # The image's own caption at the end again: an empty one is reported otherwise than None.
-        caption = caption or self.source.caption or caption
         size = nearest_size(width, height, self.sizes)
         notes = [Remark(file, c.problem, "", c.done) for c in decoded.conversions]
         notes += self._shape_remarks(file, width, height, size)
@@ -120,7 +119,7 @@ class _ImageChecker:
         sample = Sample(
             path=image,
             file=file,
-            caption=caption or "",
+            caption=caption.text if caption else "",
             width=width,
             height=height,
             size=size,
@@ -131,6 +130,27 @@ class _ImageChecker:
             use_prefix=self.source.use_prefix,
         )
         return sample, tuple(notes)
+
+    def _detail(self, row: BadRow) -> str:
+        return f"{row.where.removeprefix(f'{self.source.folder}/')}: {row.problem}"
+
+    def _caption(self, image: Path) -> Caption | None:
+        """Return the image's caption or else its source's. Raises BadImageError."""
+        try:
+            found = self.finder.find(image)
+        except DatasetError as error:
+            kind = "caption not UTF-8" if "UTF-8" in str(error) else "caption can't be read"
+            raise BadImageError(kind, str(error).rstrip(".")) from error
+        if not (found and found.text) and self.source.caption:
+            return Caption(self.source.caption)
+        listing = self.finder.listing
+        if found is None and image not in listing.entries and listing.lists(image):
+            raise BadImageError(
+                UNLISTED,
+                "the metadata of its folder lists other images but not this one, and it has no "
+                "caption of its own",
+            )
+        return found
 
     def _check_shape(self, width: int, height: int) -> None:
         short, long = sorted((width, height))
@@ -161,13 +181,22 @@ class _ImageChecker:
                 "cropped",
             )
 
-    def _caption_remarks(self, file: str, caption: str | None) -> Iterator[Remark]:
-        if not caption:
-            problem = "no caption" if caption is None else "empty caption"
-            yield Remark(file, problem, "", "trained on the empty caption")
-            return
+    def _caption_remarks(self, file: str, caption: Caption | None) -> Iterator[Remark]:
         used = self.source.use_prefix
-        encoded = prefixed(caption, self.settings.captions) if used else caption
+        if caption is None or not caption.text:
+            problem = "no caption" if caption is None else "empty caption"
+            alone = used and self.settings.captions.prefix
+            done = "trained on the prefix alone" if alone else "trained on the empty caption"
+            yield Remark(file, problem, "", done)
+            return
+        if caption.lines > 1:
+            yield Remark(file, "caption of several lines", f"{caption.lines} lines", "joined")
+        if caption.unused:
+            number = f"{caption.unused + 1} captions"
+            yield Remark(file, "several captions", number, "the first is used")
+        if syntax := [found[0] for found in PROMPT_SYNTAX.finditer(caption.text)]:
+            yield Remark(file, "prompt syntax", ", ".join(syntax[:3]), "trained as plain text")
+        encoded = prefixed(caption.text, self.settings.captions) if used else caption.text
         found = [one for limit in self.limits if (one := limit.truncation(encoded))]
         if found:
             detail, done = describe_truncations(found)
@@ -185,7 +214,7 @@ def _missing_file_problem(image: Path) -> tuple[str, str] | None:
             return "not a file", "it is a folder or a device, not a file"
     except OSError as error:  # the name is too long, or a folder can't be entered
         return "can't be read", f"it can't be read: {error.strerror}"
-    return "missing", f"it is listed in {METADATA_FILE} but does not exist"
+    return "missing", "it is listed in the metadata but does not exist"
 
 
 def preflight(
@@ -212,15 +241,13 @@ def preflight(
         DatasetError: There is no image at all, or metadata.jsonl can't be read.
     """
     sizes = training_sizes(settings)
-    work: list[tuple[_ImageChecker, Path]] = []
-    others, orphans = 0, list[Remark]()
-    for source in (SourceFolder(folder, repeats=settings.repeats), *extra):
-        files = sorted(files_below(_existing(source)))
-        images, listing = _images_of(files, source, settings)
-        checker = _ImageChecker(source, settings, sizes, listing, limits)
-        work += [(checker, image) for image in images]
-        others += _count_other_files(files, images)
-        orphans += _orphaned_captions(files, images, source)
+    sources = [SourceFolder(folder, repeats=settings.repeats), *extra]
+    found = [_find_images(source, settings) for source in sources]
+    work = [
+        (_ImageChecker(one.source, settings, sizes, one.finder, limits), image)
+        for one in found
+        for image in one.images
+    ]
     checked: list[_CheckedImage] = []
     # Threads suffice: Pillow's decoders release the GIL. Eight hold eight decoded images at most.
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -232,8 +259,9 @@ def preflight(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     checked = _mark_duplicates(checked, settings.on_duplicate)
+    checked += [lost for one in found for lost in _lost_rows(one)]
     samples = tuple(one.sample for one in checked if one.sample)
-    return samples, _report(folder, settings.resolution, checked, others, orphans)
+    return samples, _report(folder, settings.resolution, checked, found)
 
 
 def _existing(source: SourceFolder) -> Path:
@@ -242,27 +270,38 @@ def _existing(source: SourceFolder) -> Path:
     return source.folder
 
 
-def _images_of(
-    files: list[Path], source: SourceFolder, settings: dataset_spec.Dataset
-) -> tuple[list[Path], MetadataListing]:
-    """Return the images among a source's files, and their metadata."""
-    folder = source.folder
-    names: dict[Path, list[str]] = {}
-    for file in files:
-        names.setdefault(file.parent, []).append(file.name)
-    check_metadata_format(names)
-    metadata = [file for file in files if file.name == METADATA_FILE]
-    listing = match_file_names(read_listing(metadata, settings.columns), files)
-    check_columns(listing, settings.columns, folder, source.caption, source.category)
-    images = sorted(
-        {file for file in files if file.suffix.lower() in IMAGE_SUFFIXES} | set(listing.entries)
-    )
-    if not images:
+@dataclass(frozen=True)
+class _FoundImages:
+    """Images of one source, and all files that were found with them."""
+
+    source: SourceFolder
+    files: tuple[Path, ...]
+    images: tuple[Path, ...]
+    finder: CaptionFinder
+
+
+def _find_images(source: SourceFolder, settings: dataset_spec.Dataset) -> _FoundImages:
+    """Return the images among a source's files, with their captions."""
+    files = sorted(files_below(_existing(source)))
+    images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+    finder = build_caption_finder(files, images, source, settings.columns)
+    images = sorted({*images, *finder.listing.entries, *finder.listing.bad_images})
+    if not images and not finder.listing.bad:
         raise DatasetError(
-            f"The dataset {folder} contains no images ({len(files)} files of other kinds): see "
-            f"{source.field}."
+            f"The dataset {source.folder} contains no images ({len(files)} files of other kinds): "
+            f"see {source.field}."
         )
-    return images, listing
+    return _FoundImages(source, tuple(files), tuple(images), finder)
+
+
+def _lost_rows(found: _FoundImages) -> Iterator[_CheckedImage]:
+    """Yield rows of metadata of no known image; each may be an image that is lost."""
+    images = found.finder.listing.bad_images
+    for row in found.finder.listing.bad:
+        if row.image is None or images.get(row.image) is not row:
+            file = found.source.shown(Path(row.where))
+            problem = Remark(file, row.kind, printable(row.problem), "skipped")
+            yield _CheckedImage(file, found.source.label, "", None, problem, ())
 
 
 def require_usable_images(report: PreflightReport, on_bad_image: Literal["fail", "skip"]) -> None:
@@ -271,7 +310,7 @@ def require_usable_images(report: PreflightReport, on_bad_image: Literal["fail",
     Raises:
         DatasetError: No image is usable, or one is not and ``on_bad_image`` is fail.
     """
-    bad = [remark for remark in report.skipped if remark.problem != DUPLICATE]
+    bad = [remark for remark in report.skipped if remark.problem not in _LEFT_OUT_ON_PURPOSE]
     if not bad:
         return
     first = "; ".join(f"{one.file}: {one.detail}" for one in bad[:3])
@@ -309,36 +348,37 @@ def _mark_duplicates(
     return marked
 
 
-def _count_other_files(files: list[Path], images: list[Path]) -> int:
-    known = set(images)
+def _count_other_files(found: _FoundImages) -> int:
+    known = {*found.images, *found.finder.used, *found.finder.listing.fields}
     return sum(
-        file not in known and file.name != METADATA_FILE and file.suffix not in CAPTION_SUFFIXES
-        for file in files
+        file not in known
+        and not is_metadata(file.name)
+        and file.suffix.lower() not in SIDE_SUFFIXES
+        for file in found.files
     )
 
 
-def _orphaned_captions(
-    files: list[Path], images: list[Path], source: SourceFolder
-) -> Iterator[Remark]:
+def _orphaned_captions(found: _FoundImages) -> Iterator[Remark]:
     """Yield the captions without an image, which may have been lost while it was copied."""
-    known = {image.with_suffix("") for image in images} | set(images)
-    for file in files:
-        if file.suffix in CAPTION_SUFFIXES and file.with_suffix("") not in known:
-            name = printable(file.relative_to(source.folder).as_posix())
-            where = f"{source.label}/{name}" if source.label else name
-            yield Remark(where, "caption without an image", "", "not used")
+    read = {*found.finder.used, *found.finder.listing.fields}
+    for file in found.files:
+        suffix = file.suffix.lower()
+        if suffix in SIDE_SUFFIXES and file not in read and not is_metadata(file.name):
+            yield Remark(found.source.shown(file), "caption without an image", "", "not used")
 
 
 def _report(
     folder: Path,
     resolution: int,
     checked: list[_CheckedImage],
-    other_files: int,
-    orphans: Sequence[Remark],
+    sources: Sequence[_FoundImages],
 ) -> PreflightReport:
     samples = [one.sample for one in checked if one.sample]
     skipped = tuple(one.problem for one in checked if one.problem)
-    notes = (*(note for one in checked for note in one.notes), *orphans)
+    notes = (
+        *(note for one in checked for note in one.notes),
+        *(note for one in sources for note in _orphaned_captions(one)),
+    )
     found = Counter(one.category for one in checked)
     used = Counter(sample.category for sample in samples)
     found_in = Counter(one.source or str(folder) for one in checked)
@@ -355,8 +395,33 @@ def _report(
         upscaled=sum(note.done == "enlarged" for note in notes),
         duplicates=sum(remark.problem == DUPLICATE for remark in (*notes, *skipped)),
         cut_captions=sum(note.problem == LONG_CAPTION for note in notes),
-        other_files=other_files,
+        other_files=sum(_count_other_files(one) for one in sources),
+        captions={one.source.label or str(folder): _captions_of(one, samples) for one in sources},
         categories={name: Count(found[name], used[name]) for name in sorted(found)},
         sources={name: Count(found_in[name], used_of[name]) for name in found_in},
         sizes={f"{size.width}x{size.height}": sizes[size] for size in sorted(sizes)},
+    )
+
+
+def _captions_of(found: _FoundImages, samples: Sequence[Sample]) -> CaptionCount:
+    """Count the captions of one source, and name what may hold those that are missing."""
+    finder, shown = found.finder, found.source.shown
+    own = {sample.path: sample.caption for sample in samples if sample.path in set(found.images)}
+    with_caption = {path for path, caption in own.items() if caption}
+    silent = {
+        file: tuple(name for name in names if name != finder.columns.category)
+        for file, names in finder.listing.fields.items()
+        if not any(
+            path in with_caption for path, row in finder.listing.entries.items() if row.file == file
+        )
+    }
+    missing = len(own) - len(with_caption)
+    return CaptionCount(
+        used=len(own),
+        without=missing,
+        prefixed=found.source.use_prefix,
+        unread=tuple(shown(file) for file in finder.unread(found.files, found.images))
+        if missing
+        else (),
+        fields={shown(file): names for file, names in silent.items() if names},
     )

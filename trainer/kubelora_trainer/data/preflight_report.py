@@ -39,6 +39,23 @@ class Count:
 
 
 @dataclass(frozen=True)
+class CaptionCount:
+    """Captions of one source.
+
+    used: images that can be trained on. without: those of them that have no caption, or an empty
+    one. prefixed: whether they get dataset.captions.prefix. unread: files that may hold captions,
+    but none was read from. fields: names of the fields of each metadata file that has no caption
+    for any image.
+    """
+
+    used: int
+    without: int
+    prefixed: bool = True
+    unread: tuple[str, ...] = ()
+    fields: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class PreflightReport:
     """Result of preflight.
 
@@ -46,7 +63,7 @@ class PreflightReport:
     skipped: the images that can't be used, each with its reason. sources: by folder or URI.
     categories: by name, empty for images without one. sizes: used images by training size.
     cut_captions: captions longer than a text encoder reads. other_files: neither images nor
-    captions.
+    captions. captions: by source.
     """
 
     folder: str
@@ -63,6 +80,7 @@ class PreflightReport:
     sources: dict[str, Count] = field(default_factory=dict)
     categories: dict[str, Count] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    captions: dict[str, CaptionCount] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.found != self.used + len(self.skipped):
@@ -97,6 +115,8 @@ def report_text(report: PreflightReport) -> str:
     if len(report.sizes) > 1:
         sizes = (f"{size} ({count})" for size, count in report.sizes.items())
         lines.append("buckets: " + ", ".join(sizes))
+    if report.without_caption:
+        lines.append(f"captions: {report.without_caption} of {report.used} images have none")
     if report.other_files:
         lines.append(f"other files, ignored: {report.other_files}")
     if report.skipped or report.notes:

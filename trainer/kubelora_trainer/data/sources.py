@@ -7,6 +7,7 @@ from pathlib import Path
 from kubelora_api import dataset_spec
 from kubelora_trainer.data.parquet_images import is_table_dataset, unpack_tables
 from kubelora_trainer.storage.uris import resolve_input
+from kubelora_trainer.utils.text import printable
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class SourceFolder:
     category: str | None = None
     caption: str | None = None
     use_prefix: bool = True
+
+    def shown(self, file: Path) -> str:
+        """Return a file's name as reports have it: below the source's label."""
+        name = printable(file.relative_to(self.folder).as_posix())
+        return f"{self.label}/{name}" if self.label else name
 
     @property
     def field(self) -> str:
