@@ -48,11 +48,19 @@ class Api:
         """Apply a merge patch to the object at ``path``."""
         return await self._request("PATCH", path, patch, "application/merge-patch+json")
 
-    async def watch(self, path: str, version: str) -> AsyncIterator[Object]:
-        """Yield the events of a collection after ``version``, until the caller stops.
+    async def list_and_watch(self, path: str) -> AsyncIterator[Object]:
+        """Yield each object that is there as an event ``ADDED``, and events from then on."""
+        while True:
+            listed = await self.get(path)
+            for item in listed["items"]:
+                yield {"type": "ADDED", "object": item}
+            async for event in self._watch(path, listed["metadata"]["resourceVersion"]):
+                yield event
 
-        Raises:
-            BenchError: The stream ended, so that events are missing.
+    async def _watch(self, path: str, version: str) -> AsyncIterator[Object]:
+        """Yield the events of a collection after ``version``, until the API server ends the watch.
+
+        It does when it needs the memory, or when a CRD's status changes: list again and go on.
         """
         query = {"watch": "1", "resourceVersion": version, "timeoutSeconds": "86400"}
         timeout = aiohttp.ClientTimeout(total=None)
@@ -62,9 +70,8 @@ class Api:
             async for line in answer.content:
                 event = json.loads(line)
                 if event["type"] == "ERROR":
-                    raise BenchError(f"the watch of {path} failed: {event['object']}")
+                    return
                 yield event
-        raise BenchError(f"the watch of {path} was closed by the API server")
 
     async def _request(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ class Result:
 
     subject: str
     jobs: int
+    load: float = 0.0
+    """Processes that ran or waited for a core before the start, on average of a minute."""
     floor_last_child: float = NEVER
     floor_complete: float = NEVER
     last_child: float = NEVER
@@ -89,7 +92,7 @@ async def measure(subject: Subject, jobs: int, settings: Settings) -> Result:
         jobs: Jobs that are created at once.
         settings: Times.
     """
-    result = Result(subject.name, jobs)
+    result = Result(subject.name, jobs, os.getloadavg()[0])
     say(f"n={jobs}: starting the control plane")
     async with prepared(subject, settings.run) as session:
         say(f"n={jobs}: the bare client")
@@ -133,10 +136,11 @@ async def _work(
     waits = [children[k].monotonic - m.monotonic for k, m in created.items() if k in children]
     if len(waits) == result.jobs:
         result.p50, result.p99 = (float(p) for p in np.percentile(waits, [50, 99]))
-    await _last(session.jobs, RUNNING, began, result, settings)
     result.complete = await _last(session.jobs, session.subject.complete, began, result, settings)
     result.cpu = operator.cpu_seconds() - cpu
-    ends = {k: m.wall for k, m in session.jobs.of(RUNNING).items()}
+    # A job whose pod ended before its operator looked was never Running.
+    reached = session.jobs.of(session.subject.complete) | session.jobs.of(RUNNING)
+    ends = {name: moment.wall for name, moment in reached.items()}
     result.until_running = audit.count_until(_requests(session), session.jobs.uids, ends)
 
 

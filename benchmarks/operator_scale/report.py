@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Final
@@ -18,6 +19,7 @@ PEER: Final = (
 def lines_of(result: Result) -> Iterator[str]:
     """Yield what was measured of one N, each line on its own subject."""
     n, jobs = f"n={result.jobs}", result.jobs
+    yield f"{n} machine: cores={os.cpu_count()} load_before={result.load:.1f}"
     yield (
         f"{n} floor: last_child_s={result.floor_last_child:.2f} "
         f"children_s={jobs / result.floor_last_child:.0f} complete_s={result.floor_complete:.1f}"

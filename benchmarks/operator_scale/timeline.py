@@ -47,10 +47,7 @@ class Timeline:
 
     async def follow(self, api: Api, path: str) -> None:
         """Watch the collection until cancelled."""
-        listed = await api.get(path)
-        for item in listed["items"]:
-            self._record(item)
-        async for event in api.watch(path, listed["metadata"]["resourceVersion"]):
+        async for event in api.list_and_watch(path):
             if event["type"] in ("ADDED", "MODIFIED"):
                 self._record(event["object"])
 

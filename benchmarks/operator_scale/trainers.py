@@ -37,8 +37,7 @@ class Trainers:
 
     async def follow(self, api: Api, path: str) -> None:
         """Watch the pods until cancelled."""
-        listed = await api.get(path)
-        async for event in api.watch(path, listed["metadata"]["resourceVersion"]):
+        async for event in api.list_and_watch(path):
             pod = event["object"]
             address = pod.get("status", {}).get("podIP")
             if address and event["type"] != "DELETED":
