@@ -135,7 +135,10 @@ def run(
     """
     if all_namespaces and namespaces:
         raise click.UsageError("use either --all-namespaces or --namespace, not both")
-    from kubelora_operator.manager import manager
+    from kubelora_operator.manager.imports import without_synchronous_client
+
+    with without_synchronous_client():
+        from kubelora_operator.manager import manager
     from kubelora_operator.observability import logging
 
     logging.configure(log_format, log_level)
