@@ -29,6 +29,7 @@ from kubelora_api.types import (
 )
 
 _PIPELINE = Decides("pixels", "text", "weights", held_as=("model",))
+Seconds = Annotated[int, Field(le=2**31 - 1)]
 PredictionType = Literal["auto", "epsilon", "v_prediction"]
 
 
@@ -327,6 +328,30 @@ class JobSpec(ApiModel):
         "false starts a new attempt from that checkpoint. Default false.",
     )
     restart_policy: RestartPolicy = Field(default_factory=RestartPolicy)
+    active_deadline_seconds: (
+        Annotated[Seconds, Field(ge=1), Decides("nothing", live=True)] | None
+    ) = Field(
+        None,
+        description="Seconds that the job may run, summed over its attempts; time in which it "
+        "is suspended or queued does not count. Then its pods save a checkpoint and the job "
+        "fails; if this is raised, it continues from there. At least 1. Default: no limit.",
+    )
+    pending_deadline_seconds: (
+        Annotated[Seconds, Field(ge=1), Decides("nothing", live=True)] | None
+    ) = Field(
+        None,
+        description="Seconds after which a job fails if its pods do not all run, because one can't "
+        "be scheduled, pulled or configured; time in a queue does not count. A later change of the "
+        "spec continues it. At least 1. Default: 3600 for a pod that holds its GPUs and can't "
+        "start for a known cause, no limit for one that waits for a node.",
+    )
+    ttl_seconds_after_finished: (
+        Annotated[Seconds, Field(ge=0), Decides("nothing", live=True)] | None
+    ) = Field(
+        None,
+        description="Seconds after which a complete or failed job is deleted, at least 0. Its "
+        "output is kept. Default: it is not deleted.",
+    )
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             cel="!has(self.podTemplate.resources) || !has(self.podTemplate.resources.limits) || "

@@ -171,6 +171,9 @@ class JobStatus(StatusModel):
     counted_run: CountedRun | None = Field(
         None, description="The running time that activeSeconds counted last."
     )
+    pending_since: Time | None = Field(
+        None, description="Since when the job waits for all its pods to run, outside of a queue."
+    )
     progress: Progress | None = None
     health: HealthStatus | None = None
     checkpoint: CheckpointStatus | None = None

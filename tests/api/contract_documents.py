@@ -389,6 +389,9 @@ WRONG: tuple[Wrong, ...] = (
         "spec.podTemplate.nodeSelectors",
     ),
     Wrong("suspend as text", "spec/suspend", "yes", "spec.suspend"),
+    Wrong("a deadline of 0", "spec/activeDeadlineSeconds", 0, "activeDeadlineSeconds"),
+    Wrong("no time to wait", "spec/pendingDeadlineSeconds", 0, "pendingDeadlineSeconds"),
+    Wrong("a negative ttl", "spec/ttlSecondsAfterFinished", -1, "ttlSecondsAfterFinished"),
     Wrong("negative restarts", "spec/restartPolicy", {"maxRestarts": -1}, "maxRestarts"),
 )
 
@@ -492,6 +495,11 @@ RIGHT: dict[str, Document] = {
             "labels": {"team": "studio"},
         },
     ),
+    "deadlines": changed(
+        "spec/activeDeadlineSeconds",
+        3600,
+        changed("spec/pendingDeadlineSeconds", 1, changed("spec/ttlSecondsAfterFinished", 0)),
+    ),
     "a queue, suspended": changed("spec/suspend", True, changed("spec/queueName", "team-studio")),
     "the shortest name": changed("metadata/name", "b"),
     "the longest name": changed("metadata/name", "b" * 40),
@@ -589,6 +597,7 @@ CHANGES: tuple[Change, ...] = (
     ),
     Change("the policy", lambda d: changed("spec/health", {"policy": "Suspend"}, d), None),
     Change("suspension", lambda d: changed("spec/suspend", True, d), None),
+    Change("a deadline", lambda d: changed("spec/activeDeadlineSeconds", 9, d), None),
     Change("more restarts", lambda d: changed("spec/restartPolicy", {"maxRestarts": 9}, d), None),
     Change(
         "more memory",

@@ -58,6 +58,9 @@ def test_a_run_may_resume_after_these_fields_changed_and_no_others() -> None:
         "queueName",
         "suspend",
         "restartPolicy",
+        "activeDeadlineSeconds",
+        "pendingDeadlineSeconds",
+        "ttlSecondsAfterFinished",
         "dataset.captions.maxMissing",
         "dataset.cache",
         "output.dtype",
@@ -104,6 +107,9 @@ def test_what_the_fields_decide() -> None:
         "queueName",
         "suspend",
         "restartPolicy",
+        "activeDeadlineSeconds",
+        "pendingDeadlineSeconds",
+        "ttlSecondsAfterFinished",
     }
     assert _paths("nothing") & {p for p in EVERY_FIELD if p.startswith("dataset.")} == {
         "dataset.cache",

@@ -75,6 +75,10 @@ class World:
     version: int = 1
     suspend: bool = False
     policy: str = "Warn"
+    deadlines: JsonObject = field(default_factory=dict)
+    """Of the spec: activeDeadlineSeconds, pendingDeadlineSeconds, ttlSecondsAfterFinished."""
+    deleted: bool = False
+    """The LoraTrainingJob itself."""
     generation: int = 1
     children: dict[int, Child] = field(default_factory=dict)
     pods: list[TrainerPod] = field(default_factory=list)
@@ -88,7 +92,9 @@ class World:
     def snapshot(self) -> Snapshot:
         return make_snapshot(
             spec=spec(
-                restartPolicy={"maxRestarts": self.max_restarts}, health={"policy": self.policy}
+                restartPolicy={"maxRestarts": self.max_restarts},
+                health={"policy": self.policy},
+                **self.deadlines,
             ),
             generation=self.generation,
             suspend=self.suspend,
@@ -119,6 +125,7 @@ class World:
                 self.delete_child(doomed.attempt)
         if plan.create is not None:
             self.create(plan.create)
+        self.deleted = self.deleted or plan.delete_job
         return True
 
     def reconcile(self) -> ReconcilePlan:

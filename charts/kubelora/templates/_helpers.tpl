@@ -48,7 +48,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- define "kubelora.workRules" -}}
 - apiGroups: [kubelora.dev]
   resources: [loratrainingjobs]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, delete]
 - apiGroups: [kubelora.dev]
   resources: [loratrainingjobs/status]
   verbs: [update]

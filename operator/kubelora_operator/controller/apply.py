@@ -79,10 +79,13 @@ class PlanApplier:
         document = fetched.document
         # Update the status before a delete or create even if nothing changed: the update's
         # resourceVersion proves that the snapshot is current. The server stores nothing then.
-        acts = plan.create is not None or plan.delete or plan.force_delete
+        deletes = plan.delete or plan.force_delete or plan.delete_job
+        acts = plan.create is not None or deletes
         if acts or plan.status != parse_status(document):
             document = await self._write_status(document, plan)
         await self._delete(snapshot, plan, now)
+        if plan.delete_job:
+            await self._delete_job(snapshot, document, now)
         rejection = None
         if plan.create is not None and fetched.job is not None:
             rejection = await self._create(fetched, plan.create, plan.status)
@@ -120,6 +123,18 @@ class PlanApplier:
                     event = JobEvent("Warning", "DeleteRefused", message)
                     await self._record_event(snapshot, event, now)
                 raise
+
+    async def _delete_job(self, snapshot: Snapshot, document: JsonObject, now: datetime) -> None:
+        log.info("deleting the finished job: spec.ttlSecondsAfterFinished has passed")
+        try:
+            await self._cluster.delete_job(document)
+        except ApiError as error:
+            if error.code in _REFUSED_DELETES:
+                message = f"the API server refused to delete the finished job: {error.message}"
+                await self._record_event(
+                    snapshot, JobEvent("Warning", "DeleteRefused", message), now
+                )
+            raise
 
     async def _create(
         self, fetched: FetchedJob, attempt: int, status: JobStatus

@@ -104,6 +104,9 @@ def pod_from(document: JsonObject, job: str, uid: str, owners: frozenset[str]) -
         disrupted=_condition_with(status, DISRUPTION, "True") is not None,
         running=bool(running),
         ready=bool(container.get("ready")),
+        scheduled=_time(
+            (_condition_with(status, "PodScheduled", "True") or {}).get("lastTransitionTime")
+        ),
         since=_time(running.get("startedAt") or ended.get("startedAt")),
         ended=_time(ended.get("finishedAt")),
         waiting=_waiting_explanation(status, state.get("waiting") or {}),

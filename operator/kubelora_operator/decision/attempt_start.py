@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Final
 
 from kubelora_operator.decision.conditions import (
+    FAILED,
     QUEUED,
     RESTARTING,
     RUNNING,
@@ -17,6 +18,8 @@ from kubelora_operator.decision.free_restarts import forget_free_restarts
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder
 from kubelora_operator.decision.restart_delay import restart_delay, run_duration
 
+CONTINUED: Final = "Continued"
+"""Reason of a restart that the user asked for, which waits for nothing."""
 _REJECTIONS: Final = frozenset({"Rejected", "NameTaken"})
 
 
@@ -35,6 +38,7 @@ def start_next_attempt(builder: PlanBuilder) -> PlanBuilder:
         builder = forget_free_restarts(builder)
     builder = builder.clear_condition(SUSPENDED, "Resumed", f"attempt {number} resumes training")
     builder = builder.clear_condition(RESTARTING, "Restarted", f"attempt {number} was started")
+    builder = builder.clear_condition(FAILED, CONTINUED, f"attempt {number} was started")
     return _create(builder)
 
 
@@ -69,7 +73,7 @@ def _set_waiting(builder: PlanBuilder, reason: str, message: str) -> PlanBuilder
 def remaining_backoff(builder: PlanBuilder) -> timedelta:
     """Return how long the next attempt still has to wait."""
     restarting = builder.conditions.get(RESTARTING)
-    if restarting is None or restarting.status != "True":
+    if restarting is None or restarting.status != "True" or restarting.reason == CONTINUED:
         return timedelta()
     free = restarting.reason in FREE_REASONS
     count = builder.status.free_restarts if free else builder.status.restarts

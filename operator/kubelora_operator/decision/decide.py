@@ -26,6 +26,15 @@ from kubelora_operator.decision.conditions import (
     SUSPENDED,
     Conditions,
 )
+from kubelora_operator.decision.deadlines import (
+    continue_job,
+    deadline_over,
+    is_stopping,
+    may_continue,
+    next_look,
+    stop_for_deadline,
+    time_to_deletion,
+)
 from kubelora_operator.decision.display_state import display_state
 from kubelora_operator.decision.events import clock_ahead, events_for_changes, unreadable_status
 from kubelora_operator.decision.failure import (
@@ -80,17 +89,26 @@ def decide(
         snapshot, now, status, Conditions.start(status.conditions, snapshot.generation, now)
     )
     if _terminal(builder.conditions):
-        stale = tuple(c for c in snapshot.children if c.live and not c.deleting)
-        return ReconcilePlan(
-            _observed(builder),
-            delete=stale,
-            force_delete=forced_pods(snapshot, now),
-            requeue_after=REQUEUE_SOON if builder.live else None,
-        )
+        if not may_continue(builder):
+            return _finished(builder)
+        builder = continue_job(builder)
     builder = _count_active_time(_set_accepted(_recover_attempt_number(builder)))
     builder = _decide(builder, poll)
     plan = _build_plan(builder if _terminal(builder.conditions) else report_overdue_pod(builder))
     return replace(plan, events=(*plan.events, clock_ahead(lead))) if lead else plan
+
+
+def _finished(builder: PlanBuilder) -> ReconcilePlan:
+    """Clean up after a finished job, and delete it when its time is over."""
+    left = time_to_deletion(builder)
+    due = left is not None and left <= timedelta() and not builder.live
+    return ReconcilePlan(
+        _observed(builder),
+        delete=builder.delete_live_jobs().delete,
+        force_delete=forced_pods(builder.snapshot, builder.now),
+        delete_job=due,
+        requeue_after=REQUEUE_SOON if builder.live else None if due else next_look(left),
+    )
 
 
 def _observed(builder: PlanBuilder) -> JobStatus:
@@ -138,11 +156,13 @@ def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:
     builder = _delete_stale_jobs(builder)
     if child and child.state == "complete":
         return complete_job(builder, child)
-    if child and child.state == "failed" and not builder.attempt_accounted:
+    stopping = is_stopping(builder.conditions)
+    if child and child.state == "failed" and not builder.attempt_accounted and not stopping:
         return account_for_failure(builder, classify_failure(builder.snapshot, child))
     if child and child.live and (lost := _lost_pod(builder, child)):
         return account_for_failure(builder, lost_with_its_node(lost))
-    if child is None and builder.status.attempt > 0 and not builder.attempt_accounted:
+    missing = child is None and builder.status.attempt > 0 and not builder.attempt_accounted
+    if missing and not stopping:
         if builder.conditions.reason(SUSPENDED) != "Suspending":
             if _is_lost(builder):
                 return _state_lost(builder)
@@ -158,7 +178,9 @@ def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:
         return suspend_job(builder)
     if waits_for_user(builder):
         return builder
-    if builder.attempt_accounted:
+    if over := deadline_over(builder):
+        return stop_for_deadline(builder, over)
+    if builder.attempt_accounted or stopping:
         return start_next_attempt(builder)
     if child is None:
         return start_first_attempt(builder)
@@ -167,7 +189,8 @@ def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:
 
 def _lost_pod(builder: PlanBuilder, child: Child) -> TrainerPod | None:
     """Return a pod that ends the attempt because it is about to be deleted by force, or None."""
-    if child.suspended or builder.attempt_accounted or builder.snapshot.suspend:
+    ending = builder.snapshot.suspend or is_stopping(builder.conditions)
+    if child.suspended or builder.attempt_accounted or ending:
         return None
     forced = forced_pods(builder.snapshot, builder.now)
     return next((p for p in builder.pods if p in forced), None)

@@ -10,6 +10,7 @@ from kubelora_operator.decision.conditions import (
     SUSPENDED,
     Conditions,
 )
+from kubelora_operator.decision.deadlines import is_stopping
 
 
 def display_state(conditions: Conditions, attempt: int) -> str:
@@ -19,6 +20,8 @@ def display_state(conditions: Conditions, attempt: int) -> str:
             return kind
     if conditions.reason(SUSPENDED) == "Suspending":
         return "Suspending"
+    if is_stopping(conditions):
+        return "Stopping"
     for kind in (QUEUED, RUNNING):
         if conditions.is_true(kind):
             return kind

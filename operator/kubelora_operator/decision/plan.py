@@ -27,6 +27,7 @@ class ReconcilePlan:
 
     force_delete: Pods on lost nodes, deleted without waiting for their kubelet.
     create: Number of the attempt whose objects (ConfigMap, Job, Service) are created.
+    delete_job: Whether to delete the LoraTrainingJob itself, and with it what it owns.
     requeue_after: When to reconcile again without a change; None to wait for one.
     """
 
@@ -34,5 +35,6 @@ class ReconcilePlan:
     delete: tuple[Child, ...] = ()
     force_delete: tuple[TrainerPod, ...] = ()
     create: int | None = None
+    delete_job: bool = False
     events: tuple[JobEvent, ...] = ()
     requeue_after: timedelta | None = None

@@ -64,6 +64,11 @@ class PlanBuilder:
         """Change fields of the status."""
         return replace(self, status=self.status.model_copy(update=fields))
 
+    def delete_live_jobs(self) -> "PlanBuilder":
+        """Delete every live Job; its pods save a checkpoint before they exit."""
+        live = tuple(c for c in self.snapshot.children if c.live and not c.deleting)
+        return replace(self, delete=tuple(c for c in self.delete if c not in live) + live)
+
     @property
     def child(self) -> Child | None:
         """The current attempt's Job, as its trainers left it."""

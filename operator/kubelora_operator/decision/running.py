@@ -15,6 +15,11 @@ from kubelora_operator.decision.conditions import (
     Conditions,
     format_time,
 )
+from kubelora_operator.decision.deadlines import (
+    active_time_left,
+    pending_over,
+    stop_for_deadline,
+)
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, set_not_running
 from kubelora_operator.decision.run_progress import apply_report, set_health_condition
 from kubelora_operator.decision.snapshot import (
@@ -69,7 +74,9 @@ def track(builder: PlanBuilder, child: Child, poll: timedelta) -> PlanBuilder:
         return replace(builder, requeue_after=REQUEUE_SOON)
     if first is None or waited_for is not None:
         return _pending(builder, waited_for)
-    return replace(_running(builder, first), requeue_after=poll)
+    left = active_time_left(builder)
+    builder = _running(builder.update_status(pending_since=None), first)
+    return replace(builder, requeue_after=poll if left is None else min(poll, left))
 
 
 def _had_pod(builder: PlanBuilder) -> bool:
@@ -88,6 +95,7 @@ def _queued(builder: PlanBuilder, child: Child) -> PlanBuilder:
             f"Job {child.name} was suspended, but not by the operator: "
             "set its spec.suspend to false",
         )
+    builder = builder.update_status(pending_since=None)
     builder = set_not_running(builder, "Queued", explanation.message)
     return builder.set_condition(QUEUED, True, explanation.reason, explanation.message)
 
@@ -100,10 +108,12 @@ def _pending(builder: PlanBuilder, pod: TrainerPod | None) -> PlanBuilder:
         explanation = Explanation(
             "Starting", "the pod's container is being created" if pod else "no pod exists yet"
         )
-    return replace(
-        set_not_running(builder, explanation.reason, explanation.message),
-        requeue_after=_REQUEUE_PENDING,
-    )
+    builder = set_not_running(builder, explanation.reason, explanation.message)
+    if builder.status.pending_since is None:
+        builder = builder.update_status(pending_since=format_time(builder.now))
+    if over := pending_over(builder, pod, explanation):
+        return stop_for_deadline(builder, over)
+    return replace(builder, requeue_after=_REQUEUE_PENDING)
 
 
 def _running(builder: PlanBuilder, pod: TrainerPod) -> PlanBuilder:

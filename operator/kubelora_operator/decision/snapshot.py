@@ -69,6 +69,7 @@ class TrainerPod:
     node_name: Name of its node, once it is scheduled.
     node: State of its node; read only when the pod should be gone but is not.
     waiting: Why its container is not running, in the cluster's words.
+    scheduled: When it was assigned to its node, so that it holds its GPUs.
     since: When its container started, also if it has ended.
     ended: When its container terminated.
     exit_code: The trainer's own, whatever the pod's phase: a sidecar may outlive the trainer.
@@ -89,6 +90,7 @@ class TrainerPod:
     disrupted: bool = False
     running: bool = False
     ready: bool = False
+    scheduled: datetime | None = None
     since: datetime | None = None
     ended: datetime | None = None
     waiting: Explanation | None = None

@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-from kubelora_operator.decision.conditions import QUEUED, RESTARTING, SUSPENDED
+from kubelora_operator.decision.conditions import FAILED, QUEUED, RESTARTING, SUSPENDED
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, set_not_running
 from kubelora_operator.decision.run_progress import apply_final_report, newest_final_report
 
 
 def suspend_job(builder: PlanBuilder) -> PlanBuilder:
     """Stop the pods, or record that the job is suspended if none is left."""
-    live = tuple(c for c in builder.snapshot.children if c.live and not c.deleting)
-    others = tuple(c for c in builder.delete if c not in live)
     builder = builder.clear_condition(QUEUED, "Suspended", "spec.suspend is true")
+    builder = builder.clear_condition(FAILED, "Suspended", "spec.suspend is true")
+    builder = builder.update_status(pending_since=None)
     final = newest_final_report(builder.pods)
     if final or builder.status.progress:
         builder = replace(builder, status=apply_final_report(builder.status, final, done=False))
@@ -19,7 +19,7 @@ def suspend_job(builder: PlanBuilder) -> PlanBuilder:
         builder = builder.set_condition(
             SUSPENDED, False, "Suspending", "the pods are saving a checkpoint before they exit"
         )
-        return replace(builder, delete=others + live, requeue_after=REQUEUE_SOON)
+        return replace(builder.delete_live_jobs(), requeue_after=REQUEUE_SOON)
     # Clear Restarting only now that Suspended is about to become True: until then it is what
     # records that the finished attempt was accounted for.
     builder = builder.clear_condition(RESTARTING, "Suspended", "spec.suspend is true")

@@ -81,6 +81,28 @@ class Cluster:
         path = _path(JOBS_PATH, metadata["namespace"], names.PLURAL, metadata["name"], "status")
         return await self._request("PUT", path, body=job)
 
+    async def delete_job(self, job: JsonObject) -> None:
+        """Delete this LoraTrainingJob as it is in ``job``; ignore one that is gone or changed.
+
+        What it owns is deleted by Kubernetes. Its output is on a volume that it does not own.
+        """
+        metadata = job["metadata"]
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+            "preconditions": {
+                "uid": metadata["uid"],
+                "resourceVersion": metadata["resourceVersion"],
+            },
+        }
+        path = _path(JOBS_PATH, metadata["namespace"], names.PLURAL, metadata["name"])
+        try:
+            await self._request("DELETE", path, body)
+        except ApiError as error:
+            if error.code not in (404, 409):
+                raise
+
     async def children_of(self, namespace: str, uid: str) -> list[JsonObject]:
         """List the batch/v1 Jobs labelled with the job's uid."""
         return await self._labelled(_path("/apis/batch/v1", namespace, "jobs"), uid)

@@ -19,7 +19,12 @@ class Permission:
 
 
 WORK: Final = (
-    Permission("kubelora.dev", "loratrainingjobs", ("get", "list", "watch"), "read the jobs"),
+    Permission(
+        "kubelora.dev",
+        "loratrainingjobs",
+        ("get", "list", "watch", "delete"),
+        "read the jobs; delete finished ones after spec.ttlSecondsAfterFinished",
+    ),
     Permission("kubelora.dev", "loratrainingjobs/status", ("update",), "update the status"),
     Permission(
         "batch", "jobs", ("get", "list", "watch", "create", "delete"), "one Job for each attempt"

@@ -89,6 +89,12 @@ class FakeCluster:
             self._store(job)
         return self.jobs[name]
 
+    async def delete_job(self, job: JsonObject) -> None:
+        self._count("delete_job", job)
+        found = self.jobs.get(job["metadata"]["name"])
+        if found and found["metadata"]["resourceVersion"] == job["metadata"]["resourceVersion"]:
+            del self.jobs[job["metadata"]["name"]]
+
     async def create_config_map(self, manifest: JsonObject) -> JsonObject:
         return manifest
 
