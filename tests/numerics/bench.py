@@ -115,7 +115,12 @@ def document(
     spec = {name: {**PLAIN.get(name, {}), **groups[name]} for name in groups}
     photographs = str(scene.photographs(configuration.photographs))
     spec["model"] = {"uri": str(scene.model), **spec.get("model", {})}
-    spec["dataset"] = {"uri": photographs, "resolution": 64, **spec.get("dataset", {})}
+    spec["dataset"] = {
+        "uri": photographs,
+        "resolution": 64,
+        "captions": {"maxMissing": 1},
+        **spec.get("dataset", {}),
+    }
     if configuration.warm:
         spec["adapter"] = {**spec["adapter"], "from": str(scene.trained_adapter)}
     spec["training"] = {**spec["training"], "seed": seed}

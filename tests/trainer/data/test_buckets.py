@@ -48,15 +48,23 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_sizes_at_1024_are_of_sdxls_own_table() -> None:
+def test_the_sizes_at_1024_are_sdxls_own_table() -> None:
     sizes = training_sizes(
         dataset_spec.Dataset.model_validate({"uri": "x", "buckets": {"enabled": True}})
     )
     wide = {(size.width, size.height) for size in sizes if size.ratio > 1}
-    assert wide <= SDXL_WIDER_THAN_HIGH
-    assert {(2048, 512), (1344, 768), (1216, 832), (1152, 896), (1088, 960)} <= wide
+    assert wide == SDXL_WIDER_THAN_HIGH
     assert {(h, w) for w, h in wide} == {(s.width, s.height) for s in sizes if s.ratio < 1}
     assert Size(1024, 1024) in sizes
+
+
+def test_an_image_of_one_of_sdxls_own_sizes_keeps_it() -> None:
+    sizes = training_sizes(
+        dataset_spec.Dataset.model_validate({"uri": "x", "buckets": {"enabled": True}})
+    )
+    for wide, high in {*SDXL_WIDER_THAN_HIGH, (1024, 1024)}:
+        assert nearest_size(wide, high, sizes) == Size(wide, high)
+        assert nearest_size(high, wide, sizes) == Size(high, wide)
 
 
 def test_sizes_stay_within_area_and_edges() -> None:

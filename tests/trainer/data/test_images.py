@@ -14,7 +14,7 @@ from PIL import Image, ImageCms
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.data.buckets import Size, covering_size
 from kubelora_trainer.data.cropping import crop_image
-from kubelora_trainer.data.images import BadImageError, Conversion
+from kubelora_trainer.data.images import HEIC_READABLE, BadImageError, Conversion
 from tests.trainer.fixtures.decoding import decode
 
 
@@ -227,7 +227,6 @@ def _jpeg(size: int = 200) -> bytes:
             b"<!DOCTYPE html><p>not found",
             "a web page, as after a failed download: download it again",
         ),
-        (b"\0\0\0\x18ftypheic\0\0\0\0", "a HEIC photograph, .* save it as PNG or JPEG"),
         (b"\xff\x0a\0\0", "a JPEG XL image"),
         (b"II*\0\x10\0\0\0CR\2\0", "a camera raw file"),
         (b'<?xml version="1.0"?>\n<svg xmlns="x"/>', "an SVG drawing"),
@@ -240,6 +239,21 @@ def test_a_bad_file_gives_its_reason(tmp_path: Path, content: bytes, reason: str
     (tmp_path / "a.jpg").write_bytes(content)
     with pytest.raises(BadImageError, match=reason):
         decode(tmp_path / "a.jpg")
+
+
+def test_a_heic_photograph_is_read_where_its_package_is_installed_and_else_named(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.heic"
+    if not HEIC_READABLE:
+        path.write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0")
+        with pytest.raises(BadImageError, match=r"a HEIC photograph, .* or install pillow-heif"):
+            decode(path)
+        return
+    Image.new("RGB", (64, 48), (200, 40, 90)).save(path, "HEIF", quality=100)
+    decoded = decode(path)
+    assert decoded.image.size == (64, 48)
+    assert all(abs(a - b) < 4 for a, b in zip(_pixel(path, 30, 20), (200, 40, 90), strict=True))
 
 
 def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:

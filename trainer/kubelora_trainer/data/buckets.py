@@ -10,6 +10,13 @@ from dataclasses import dataclass
 
 from kubelora_api.dataset_spec import Dataset
 
+LEAST_AREA = 0.9
+"""Share of resolution x resolution that a bucket covers at least, where there is a choice: SDXL's
+own table has all sizes in multiples of 64 between this and 1."""
+COARSE_STEP = 16
+"""Steps of at least this part of the resolution, as SDXL's 64 of 1024, get every such size. Finer
+steps have dozens of them for each shape, and a micro-batch holds images of one size."""
+
 
 @dataclass(frozen=True, order=True)
 class Size:
@@ -28,7 +35,9 @@ def training_sizes(settings: Dataset) -> tuple[Size, ...]:
     """Return the sizes that a dataset trains at, narrowest first; the square is always included.
 
     With buckets, each multiple of ``step`` is one edge of two sizes, portrait and landscape; the
-    other edge is the largest that keeps the area within resolution x resolution.
+    other edge is the largest that keeps the area within resolution x resolution. Coarse steps have
+    every size of at least ``LEAST_AREA`` of it too, so that images made at SDXL's own sizes keep
+    theirs.
     """
     resolution, buckets = settings.resolution, settings.buckets
     square = Size(resolution, resolution)
@@ -38,10 +47,14 @@ def training_sizes(settings: Dataset) -> tuple[Size, ...]:
     low = buckets.min_edge if buckets.min_edge is not None else resolution // 2
     high = buckets.max_edge if buckets.max_edge is not None else resolution * 2
     sizes = {square}
-    for edge in range(_round_up(low, buckets.step), high + 1, buckets.step):
-        other = min(high, resolution * resolution // edge) // buckets.step * buckets.step
-        if other >= low:
-            sizes |= {Size(edge, other), Size(other, edge)}
+    area = resolution * resolution
+    coarse = buckets.step * COARSE_STEP >= resolution
+    edges = range(_round_up(low, buckets.step), high + 1, buckets.step)
+    for edge in edges:
+        largest = min(high, area // edge) // buckets.step * buckets.step
+        for other in edges:
+            if other == largest or (coarse and LEAST_AREA * area <= edge * other <= area):
+                sizes |= {Size(edge, other), Size(other, edge)}
     return tuple(sorted(sizes, key=lambda size: (size.ratio, size)))
 
 

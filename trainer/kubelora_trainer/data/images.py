@@ -16,6 +16,14 @@ from PIL import Image, ImageCms, ImageColor, ImageOps, UnidentifiedImageError
 
 from kubelora_api.dataset_spec import Dataset
 
+try:
+    from pillow_heif import register_heif_opener
+except ImportError:  # an optional package, which messages about HEIC name
+    HEIC_READABLE = False
+else:
+    register_heif_opener()
+    HEIC_READABLE = True
+
 READABLE_SUFFIXES = (
     ".jpg",
     ".jpeg",
@@ -51,7 +59,10 @@ LATENT_PIXELS = 8
 """Edge, in pixels, of the square that one element of SDXL's latents covers (the VAE's factor)."""
 _OTHER_FORMAT = "which can't be read here: save it as PNG or JPEG"
 _UNREADABLE = (
-    (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", f"a HEIC photograph, {_OTHER_FORMAT}"),
+    (
+        rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)",
+        f"a HEIC photograph, {_OTHER_FORMAT}, or install pillow-heif",
+    ),
     (rb".{4}ftyp", f"a video, {_OTHER_FORMAT}"),
     (rb"\xff\x0a|\0\0\0\x0cJXL ", f"a JPEG XL image, {_OTHER_FORMAT}"),
     (rb"II\*\0.{4}CR|II[RU]\0|FUJIFILMCCD-RAW", f"a camera raw file, {_OTHER_FORMAT}"),

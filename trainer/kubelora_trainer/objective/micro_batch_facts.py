@@ -1,7 +1,7 @@
 """Facts of a micro-batch for whoever watches the data: the objective's side of an observer."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ class MicroBatchFacts:
         noise: The first element of each sample's noise.
         latent: Returns the scaled mean of the i-th sample's latent, fp32 (channels, h, w) on the
             device; computed on each call.
+        finite: By input ("latent", "caption's embedding"), whether each sample's is free of NaN
+            and infinity: bool (n) on the device.
     """
 
     micro_step: int
@@ -24,6 +26,7 @@ class MicroBatchFacts:
     timesteps: tuple[int, ...]
     noise: tuple[float, ...]
     latent: Callable[[int], Tensor]
+    finite: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def ignore(facts: MicroBatchFacts) -> None:

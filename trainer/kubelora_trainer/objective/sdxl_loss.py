@@ -162,6 +162,12 @@ class SdxlObjective:
         levels = schedule.config.num_train_timesteps
         timesteps = [int(draw.timestep * levels) for draw in draws]
         steps = to_device(torch.tensor(timesteps), device)
+        prediction = schedule.config.prediction_type
+        if prediction == "v_prediction":
+            target = schedule.get_velocity(latents, noise, steps)
+        else:
+            target = noise
+        text, pooled = self._text.of([self._dataset.caption(draw) for draw in draws])
         self.observer(
             MicroBatchFacts(
                 micro_step=micro_step,
@@ -169,14 +175,12 @@ class SdxlObjective:
                 timesteps=tuple(timesteps),
                 noise=tuple(noises.flatten(1)[:, 0].tolist()),
                 latent=drawn.mean,
+                finite={
+                    "latent": _finite_samples(latents),
+                    "caption's embedding": _finite_samples(text) & _finite_samples(pooled),
+                },
             )
         )
-        prediction = schedule.config.prediction_type
-        if prediction == "v_prediction":
-            target = schedule.get_velocity(latents, noise, steps)
-        else:
-            target = noise
-        text, pooled = self._text.of([self._dataset.caption(draw) for draw in draws])
         of_sources = to_device(
             torch.tensor([self._dataset.loss_weight(draw) for draw in draws]), device
         )
@@ -205,6 +209,11 @@ class SdxlObjective:
         if offset > 0:
             noise = noise + offset * normal(draw.offset_seed, torch.Size((shape[0], 1, 1)))
         return noise
+
+
+def _finite_samples(values: torch.Tensor) -> torch.Tensor:
+    """Return for each sample, on the device, whether all of its values are finite."""
+    return values.detach().isfinite().flatten(1).all(dim=1)
 
 
 def time_ids(sizes: SizeConditions) -> tuple[float, ...]:

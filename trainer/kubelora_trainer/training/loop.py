@@ -162,7 +162,9 @@ def apply_verdict(
         RunEndedError: The verdict ends the run.
     """
     everyones = parts.process_group.all_gather_object(due)
-    verdict = next((one for one in everyones if one is not None), None)
+    # A rank knows only its own samples: the one that names the cause is the one to believe.
+    by_name = sorted(everyones, key=lambda one: not getattr(one, "named", False))
+    verdict = next((one for one in by_name if one is not None), None)
     if verdict is None:
         return position
     if isinstance(verdict, RollbackRequiredError):

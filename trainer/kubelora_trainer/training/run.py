@@ -196,6 +196,7 @@ def _train_and_export(
         facts=facts_of(spec.training, buffers, plan.optimizer_steps, spec.adapter.dropout),
         buffers=buffers,
         categories=[sample.category for sample in inputs.dataset.samples],
+        files=[sample.file for sample in inputs.dataset.samples],
         baseline=load_baseline_for_run(run, folder, made_of, plan.optimizer_steps),
     )
     watchdog = start_watchdog(run, inputs, watched, position, start)

@@ -50,6 +50,11 @@ class NumericalError(RunEndedError):
 
     exit_code = ExitCode.NUMERICAL
 
+    def __init__(self, sentence: str = "", *, named: bool = False) -> None:
+        """named: whether the sentence names the sample that is the cause."""
+        super().__init__(sentence)
+        self.named = named
+
 
 class PolicyError(NumericalError):
     """A critical finding after which ``health.policy`` ends the run; the state was saved."""

@@ -23,13 +23,14 @@ from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 class Watched:
     """The facts and parts that detectors are built from.
 
-    categories: of each sample, in the dataset's order; empty where images are not watched.
+    categories, files: of each sample, in the dataset's order; empty where images are not watched.
     """
 
     facts: RunFacts
     buffers: AdapterBuffers
     categories: Sequence[str] = ()
     baseline: Baseline | None = None
+    files: Sequence[str] = ()
 
 
 def build_detectors(run: Watched) -> tuple[Detector, ...]:
@@ -49,7 +50,7 @@ def build_detectors(run: Watched) -> tuple[Detector, ...]:
         startup_contract.FreshAdapter(),
         startup_contract.RestoredOptimizer(),
         startup_contract.ReachedByBackward(),
-        startup_contract.FiniteGradients(slots),
+        startup_contract.FiniteGradients(slots, run.files),
         startup_contract.FirstGradientsArrive(FirstGradients(slots, 0, compute)),
         startup_contract.RolledBack(),
     )

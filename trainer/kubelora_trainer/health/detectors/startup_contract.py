@@ -3,7 +3,10 @@
 What is checked, and the sentences, are in ``health/startup_checks.py``; here it is decided when.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
 
 from kubelora_api.thresholds import ROLLED_BACK
 from kubelora_trainer.health.detector import NOTHING, Detector, Judgement, RunStart
@@ -16,8 +19,16 @@ from kubelora_trainer.health.startup_checks import (
     check_resumed,
 )
 from kubelora_trainer.health.watch_state import WatchState
+from kubelora_trainer.objective.micro_batch_facts import MicroBatchFacts
 from kubelora_trainer.optim.flat_buffers import Slot
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
+from kubelora_trainer.utils.errors import NumericalError
+
+KEPT_MICRO_BATCHES = 2048
+"""More than two windows of any sensible length, because a step is judged while the next one runs;
+a few bytes each."""
+MAX_CAUSES = 5
+"""Causes in a message; after the first few, more names do not help."""
 
 
 class Dtypes(Detector):
@@ -73,13 +84,36 @@ class ReachedByBackward(Detector):
 class FiniteGradients(Detector):
     """A check that no gradient is NaN or infinite, except what a smaller loss scale cures."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
+    def __init__(self, slots: Sequence[Slot], files: Sequence[str] = ()) -> None:
+        """files: name of each sample's file."""
+        self._slots, self._files = slots, files
+        self._inputs: deque[tuple[tuple[int, ...], Mapping[str, Tensor]]] = deque(
+            maxlen=KEPT_MICRO_BATCHES
+        )
+
+    def on_micro_batch(self, facts: MicroBatchFacts) -> None:
+        """Keep which inputs are finite; only a broken step reads them from the device."""
+        self._inputs.append((facts.samples, facts.finite))
 
     def on_step(self, numbers: StepNumbers, known: WatchState) -> Judgement:
         """Check the step's gradient."""
-        check_finite(self._slots, numbers)
+        try:
+            check_finite(self._slots, numbers)
+        except NumericalError as error:
+            if causes := list(dict.fromkeys(self._causes())):
+                raise NumericalError(
+                    f"{error}. NaN or infinite values come from {'; '.join(causes[:MAX_CAUSES])}",
+                    named=True,
+                ) from None
+            raise
         return NOTHING
+
+    def _causes(self) -> Iterator[str]:
+        for samples, finite in self._inputs:
+            for what, of_samples in finite.items():
+                for sample, fine in zip(samples, of_samples.tolist(), strict=True):
+                    if not fine and sample < len(self._files):
+                        yield f"the {what} of {self._files[sample]}"
 
 
 class FirstGradientsArrive(Detector):
