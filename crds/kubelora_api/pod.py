@@ -190,6 +190,11 @@ class PodTemplate(ApiModel):
     priority_class_name: Name | None = Field(
         None, description="PriorityClass of the pods. Default: the cluster's."
     )
+    scheduler_name: Name | None = Field(
+        None,
+        description="Scheduler of the pods, such as one that starts gangs as one. Its own labels "
+        "go into labels. Default: the cluster's.",
+    )
     runtime_class_name: Name | None = Field(
         None, description="RuntimeClass of the pods, such as nvidia. Default: the node's."
     )

@@ -232,6 +232,7 @@ def _placement(template: PodTemplate) -> JsonObject:
         "tolerations": list(template.tolerations),
         "affinity": template.affinity,
         "topologySpreadConstraints": list(template.topology_spread_constraints),
+        "schedulerName": template.scheduler_name,
         "priorityClassName": template.priority_class_name,
         "runtimeClassName": template.runtime_class_name,
         "serviceAccountName": template.service_account_name,

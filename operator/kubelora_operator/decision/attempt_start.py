@@ -15,6 +15,7 @@ from kubelora_operator.decision.conditions import (
 )
 from kubelora_operator.decision.failure import FREE_REASONS, RestartCost
 from kubelora_operator.decision.free_restarts import forget_free_restarts
+from kubelora_operator.decision.gang import GANG_WAITING, gang_delay
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder
 from kubelora_operator.decision.restart_delay import restart_delay, run_duration
 
@@ -75,10 +76,13 @@ def remaining_backoff(builder: PlanBuilder) -> timedelta:
     restarting = builder.conditions.get(RESTARTING)
     if restarting is None or restarting.status != "True" or restarting.reason == CONTINUED:
         return timedelta()
+    since = parse_time(restarting.last_transition_time)
+    if restarting.reason == GANG_WAITING:
+        delay = gang_delay(builder.snapshot.uid, builder.status.attempt)
+        return max(since + delay - builder.now, timedelta())
     free = restarting.reason in FREE_REASONS
     count = builder.status.free_restarts if free else builder.status.restarts
     delay = restart_delay(
         RestartCost.FREE if free else RestartCost.COUNTED, count, run_duration(builder.child)
     )
-    due = parse_time(restarting.last_transition_time) + delay
-    return max(due - builder.now, timedelta())
+    return max(since + delay - builder.now, timedelta())

@@ -9,6 +9,7 @@ from typing import Final
 
 from kubelora_operator.decision.conditions import RESTARTING, SUSPENDED, format_time, parse_time
 from kubelora_operator.decision.failure import JOB_DELETED, Failure, RestartCost
+from kubelora_operator.decision.gang import GANG_WAITING
 from kubelora_operator.decision.plan_builder import PlanBuilder
 
 BUDGET: Final = 50
@@ -21,8 +22,8 @@ BUDGET_REASON: Final = "FreeRestartsExceeded"
 def count_free_restart(builder: PlanBuilder, failure: Failure) -> PlanBuilder:
     """Count an end that maxRestarts does not count; a new window begins if the last one is over."""
     builder = open_window(builder)
-    if failure.cost is not RestartCost.FREE:
-        return builder
+    if failure.cost is not RestartCost.FREE or failure.explanation.reason == GANG_WAITING:
+        return builder  # a gang may wait for days
     status = builder.status
     unknown = failure.explanation.reason == JOB_DELETED
     return builder.update_status(

@@ -6,6 +6,7 @@ from typing import Final
 
 from kubelora_api.report import RunReport
 from kubelora_operator.decision.active_time import running_since
+from kubelora_operator.decision.attempt_end import account_for_failure
 from kubelora_operator.decision.conditions import (
     HEALTHY,
     QUEUED,
@@ -20,6 +21,7 @@ from kubelora_operator.decision.deadlines import (
     pending_over,
     stop_for_deadline,
 )
+from kubelora_operator.decision.gang import gang_waiting, half_gang
 from kubelora_operator.decision.plan_builder import REQUEUE_SOON, PlanBuilder, set_not_running
 from kubelora_operator.decision.run_progress import apply_report, set_health_condition
 from kubelora_operator.decision.snapshot import (
@@ -113,7 +115,15 @@ def _pending(builder: PlanBuilder, pod: TrainerPod | None) -> PlanBuilder:
         builder = builder.update_status(pending_since=format_time(builder.now))
     if over := pending_over(builder, pod, explanation):
         return stop_for_deadline(builder, over)
-    return replace(builder, requeue_after=_REQUEUE_PENDING)
+    pods = tuple(p for p in builder.pods if p.writing and not p.deleting)
+    half = half_gang(builder.snapshot, pods, builder.now)
+    if half is None:
+        return replace(builder, requeue_after=_REQUEUE_PENDING)
+    left, placed, nodes = half
+    if left > timedelta():
+        return replace(builder, requeue_after=min(left, _REQUEUE_PENDING))
+    builder = account_for_failure(builder, gang_waiting(placed, nodes, explanation))
+    return replace(builder.delete_live_jobs(), requeue_after=REQUEUE_SOON)
 
 
 def _running(builder: PlanBuilder, pod: TrainerPod) -> PlanBuilder:
