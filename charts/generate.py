@@ -10,7 +10,9 @@ import yaml
 
 from charts.alert_rules import groups
 from charts.findings_page import findings_page
+from charts.inhibition import inhibition_page
 from charts.job_page import job_page
+from charts.runbooks import alerts_page
 from kubelora_api.crd import custom_resource_definition
 
 FILES = Path(__file__).parent / "kubelora" / "files"
@@ -45,6 +47,8 @@ def rendered() -> dict[Path, str]:
         FILES / "rules.yaml": RULES_HEADER
         + yaml.dump(rules, Dumper=_BlockDumper, sort_keys=False, width=10_000, allow_unicode=True),
         DOCS / "findings.md": findings_page(),
+        DOCS / "alerts.md": alerts_page(),
+        DOCS / "alertmanager-inhibition.yaml": inhibition_page(),
         DOCS / "job-reference.md": job_page(),
     }
 

@@ -163,6 +163,14 @@ STEPS_PLANNED: Final = Metric("kubelora_steps_planned", "gauge", "Optimizer step
 STEP_DURATION: Final = Metric(
     "kubelora_step_duration_seconds", "gauge", "Wall time of the last optimizer step, in seconds."
 )
+SAMPLES: Final = Metric(
+    "kubelora_samples_total", "counter", "Images of all optimizer steps, over all GPUs."
+)
+DATA_WAIT: Final = Metric(
+    "kubelora_data_wait_seconds_total",
+    "counter",
+    "Seconds for which training has waited for images to be read.",
+)
 CHECKPOINT_STEP: Final = Metric(
     "kubelora_checkpoint_step", "gauge", "Optimizer step of the newest checkpoint."
 )
@@ -216,6 +224,8 @@ TRAINER_METRICS: Final = (
     STEP,
     STEPS_PLANNED,
     STEP_DURATION,
+    SAMPLES,
+    DATA_WAIT,
     CHECKPOINT_STEP,
     CHECKPOINT_TIME,
     NUMERICS_INFO,
@@ -240,6 +250,11 @@ OPERATOR_QUEUE_DEPTH: Final = Metric(
 OPERATOR_IS_LEADER: Final = Metric(
     "kubelora_operator_is_leader", "gauge", "1 on the replica that holds the Lease."
 )
+OPERATOR_WATCH_LAG: Final = Metric(
+    "kubelora_operator_watch_overdue_jobs",
+    "gauge",
+    "Jobs whose change the periodic list found and no watch has reported for 30 s.",
+)
 OPERATOR_API_ERRORS: Final = Metric(
     "kubelora_operator_api_errors_total",
     "counter",
@@ -247,19 +262,129 @@ OPERATOR_API_ERRORS: Final = Metric(
     ("code",),
 )
 JOBS: Final = Metric(
-    "kubelora_jobs", "gauge", "LoraTrainingJobs by namespace and state.", ("namespace", "state")
+    "kubelora_jobs",
+    "gauge",
+    "LoraTrainingJobs by namespace and state.",
+    ("job_namespace", "state"),
+)
+
+# Series of a job, which the operator reads from the object: they live as long as it does, whatever
+# becomes of its pods. `job_namespace` is a label of its own, because Prometheus may be set up to
+# overwrite `namespace` with that of the scraped pod.
+_JOB: Final = ("job_namespace", "name")
+
+JOB_STATE: Final = Metric(
+    "kubelora_job_state",
+    "gauge",
+    "Always 1, with the job's state and the reason of the condition behind it as labels.",
+    (*_JOB, "state", "reason"),
+)
+JOB_STATE_SINCE: Final = Metric(
+    "kubelora_job_state_since_timestamp_seconds",
+    "gauge",
+    "Unix time at which the condition behind the job's state changed its status.",
+    _JOB,
+)
+JOB_INFO: Final = Metric(
+    "kubelora_job_info",
+    "gauge",
+    "Always 1, with the job's dtypes and health policy as labels.",
+    (*_JOB, "compute", "accumulator", "master_weights", "policy"),
+)
+JOB_GPUS: Final = Metric("kubelora_job_gpus", "gauge", "GPUs that the job asks for.", _JOB)
+JOB_VERDICT: Final = Metric(
+    "kubelora_job_verdict",
+    "gauge",
+    "Always 1, with the verdict of the last report as a label.",
+    (*_JOB, "verdict"),
+)
+JOB_FINDING: Final = Metric(
+    "kubelora_job_finding",
+    "gauge",
+    "Measured value of a finding in the job's status, NaN where nothing is measured; at most 10.",
+    (*_JOB, "finding", "severity", "group", "attempt"),
+)
+JOB_FINDING_LIMIT: Final = Metric(
+    "kubelora_job_finding_limit",
+    "gauge",
+    "Limit that the value of a finding in the job's status is compared with.",
+    (*_JOB, "finding"),
+)
+JOB_FINDING_SINCE: Final = Metric(
+    "kubelora_job_finding_since_step",
+    "gauge",
+    "First optimizer step with a finding in the job's status.",
+    (*_JOB, "finding"),
+)
+JOB_ACKNOWLEDGED: Final = Metric(
+    "kubelora_job_acknowledged",
+    "gauge",
+    "Always 1, for each alert that the job's annotation kubelora.dev/acknowledged names.",
+    (*_JOB, "alert"),
 )
 JOB_STEP: Final = Metric(
-    "kubelora_job_last_step",
-    "gauge",
-    "Optimizer steps of a job at its last report.",
-    ("namespace", "name"),
+    "kubelora_job_last_step", "gauge", "Optimizer steps of a job at its last report.", _JOB
 )
-JOB_FAILED: Final = Metric(
-    "kubelora_job_failed",
+JOB_STEPS_PLANNED: Final = Metric(
+    "kubelora_job_steps_planned", "gauge", "Optimizer steps that the job plans.", _JOB
+)
+JOB_LOSS: Final = Metric(
+    "kubelora_job_last_loss", "gauge", "Mean loss of the last reported optimizer step.", _JOB
+)
+JOB_SAMPLES_PER_SECOND: Final = Metric(
+    "kubelora_job_last_samples_per_second",
     "gauge",
-    "1 for a job that has failed and is not retried, with the reason.",
-    ("namespace", "name", "reason"),
+    "Images per second over all GPUs at the last report.",
+    _JOB,
+)
+JOB_REPORT_TIME: Final = Metric(
+    "kubelora_job_last_report_timestamp_seconds",
+    "gauge",
+    "Unix time of the last report of a pod.",
+    _JOB,
+)
+JOB_CHECKPOINT_STEP: Final = Metric(
+    "kubelora_job_checkpoint_step", "gauge", "Optimizer step of the last known checkpoint.", _JOB
+)
+JOB_CHECKPOINT_INTERVAL: Final = Metric(
+    "kubelora_job_checkpoint_interval_steps",
+    "gauge",
+    "Optimizer steps between two checkpoints, as the spec asks for.",
+    _JOB,
+)
+JOB_ATTEMPT: Final = Metric(
+    "kubelora_job_attempt", "gauge", "Number of the current attempt, 0 before the first one.", _JOB
+)
+JOB_RESTARTS: Final = Metric(
+    "kubelora_job_restarts",
+    "gauge",
+    "Restarts counted against restartPolicy.maxRestarts.",
+    _JOB,
+)
+JOB_ACTIVE_SECONDS: Final = Metric(
+    "kubelora_job_active_seconds", "gauge", "Seconds of running over all attempts.", _JOB
+)
+
+JOB_METRICS: Final = (
+    JOB_STATE,
+    JOB_STATE_SINCE,
+    JOB_INFO,
+    JOB_GPUS,
+    JOB_VERDICT,
+    JOB_FINDING,
+    JOB_FINDING_LIMIT,
+    JOB_FINDING_SINCE,
+    JOB_ACKNOWLEDGED,
+    JOB_STEP,
+    JOB_STEPS_PLANNED,
+    JOB_LOSS,
+    JOB_SAMPLES_PER_SECOND,
+    JOB_REPORT_TIME,
+    JOB_CHECKPOINT_STEP,
+    JOB_CHECKPOINT_INTERVAL,
+    JOB_ATTEMPT,
+    JOB_RESTARTS,
+    JOB_ACTIVE_SECONDS,
 )
 
 OPERATOR_METRICS: Final = (
@@ -267,8 +392,8 @@ OPERATOR_METRICS: Final = (
     OPERATOR_RECONCILE_DURATION,
     OPERATOR_QUEUE_DEPTH,
     OPERATOR_IS_LEADER,
+    OPERATOR_WATCH_LAG,
     OPERATOR_API_ERRORS,
     JOBS,
-    JOB_STEP,
-    JOB_FAILED,
+    *JOB_METRICS,
 )

@@ -27,6 +27,8 @@ OPERATOR_APP: Final = "kubelora-operator"
 LABEL_QUEUE_NAME: Final = "kueue.x-k8s.io/queue-name"
 LABEL_PRIORITY_CLASS: Final = "kueue.x-k8s.io/priority-class"
 ANNOTATION_COMPLETION_INDEX: Final = "batch.kubernetes.io/job-completion-index"
+ANNOTATION_ACKNOWLEDGED: Final = f"{GROUP}/acknowledged"
+"""On a LoraTrainingJob: alerts that its user knows of, such as ``UpdatesLost@2,JobSuspended@2``."""
 GPU_RESOURCE: Final = "nvidia.com/gpu"
 
 TRAINER_CONTAINER: Final = "trainer"

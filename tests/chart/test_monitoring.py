@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from charts.rule import JOB
 from kubelora_api import metrics, names
 from kubelora_api.thresholds import FINDINGS, Threshold
 from tests.chart import programs
@@ -15,6 +16,7 @@ from tests.chart.rendering import (
     MONITORING,
     NAMESPACE,
     NAMESPACED,
+    RELEASE,
     Helm,
     Object,
     Values,
@@ -22,7 +24,7 @@ from tests.chart.rendering import (
     one,
 )
 
-LEADS = f'{metrics.OPERATOR_IS_LEADER.name}{{namespace="{NAMESPACE}"}}'
+LEADS = f'{metrics.OPERATOR_IS_LEADER.name}{{namespace="{NAMESPACE}",release="{RELEASE}"}}'
 ALERT_TESTS = sorted((Path(__file__).parent / "alerts").glob("*.yaml"))
 
 
@@ -34,8 +36,12 @@ def alerts_of(objects: list[Object]) -> dict[str, Object]:
     return {r["alert"]: r for r in rules_of(objects) if "alert" in r}
 
 
+def with_rules(**rules: object) -> Values:
+    return {"monitoring": {"podMonitor": {"enabled": True}, "rules": {"enabled": True, **rules}}}
+
+
 def with_runbooks(base: str) -> Values:
-    return {"monitoring": {"rules": {"enabled": True, "runbookUrlBase": base}}}
+    return with_rules(runbookUrlBase=base)
 
 
 def test_nothing_needs_the_prometheus_operator_unless_asked_for(helm: Helm) -> None:
@@ -53,6 +59,7 @@ def test_training_pods_are_found_by_the_contracts_names_and_told_by_namespace_an
     assert endpoint["port"] == names.METRICS_PORT_NAME
     discovered = "__meta_kubernetes_pod_label_"
     assert {r["targetLabel"]: r["sourceLabels"] for r in endpoint["relabelings"]} == {
+        "job_namespace": ["__meta_kubernetes_namespace"],
         "name": [discovered + re.sub(r"\W", "_", names.LABEL_JOB)],
         "attempt": [discovered + re.sub(r"\W", "_", names.LABEL_ATTEMPT)],
     }
@@ -70,7 +77,11 @@ def test_the_operators_series_keep_the_namespace_of_the_job_they_tell_of(helm: H
     (endpoint,) = spec["podMetricsEndpoints"]
     pod = one(objects, "Deployment")["spec"]["template"]
 
-    assert endpoint["honorLabels"] is True
+    assert "honorLabels" not in endpoint  # a Prometheus may ignore it
+    assert {r["targetLabel"]: r["sourceLabels"] for r in endpoint["relabelings"]} == {
+        "release": ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"]
+    }
+    assert not [m for m in metrics.OPERATOR_METRICS if "namespace" in m.labels]
     assert spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     assert endpoint["port"] in [p["name"] for p in pod["spec"]["containers"][0]["ports"]]
 
@@ -90,17 +101,24 @@ def test_monitors_and_rules_carry_the_labels_that_a_prometheus_selects_by(helm: 
         assert labels.items() <= o["metadata"]["labels"].items()
 
 
-def test_every_finding_of_the_table_has_an_alert_of_its_name_severity_and_limit(helm: Helm) -> None:
-    alerts = alerts_of(helm.render(MONITORING))
+def test_every_finding_of_the_table_has_an_alert_of_its_name_and_limit(helm: Helm) -> None:
+    objects = helm.render(MONITORING)
+    alerts = alerts_of(objects)
+    judged = {
+        r["labels"]["finding"]: r
+        for r in rules_of(objects)
+        if "judged" in r.get("record", "") and "labels" in r
+    }
 
     for found in FINDINGS:
         alert = alerts[f"Kubelora{found.finding}"]
-        assert alert["labels"]["severity"] == found.severity
-        assert found.sentence in alert["annotations"]["summary"]
-        if isinstance(found, Threshold) and found.in_prometheus:
-            assert f" {found.op} {found.limit:g}" in alert["expr"]
-        else:
-            assert f'finding="{found.finding}"' in alert["expr"]
+        assert found.sentence in alert["annotations"]["description"]
+        assert f'finding="{found.finding}"' in alert["expr"]
+        if not (isinstance(found, Threshold) and found.in_prometheus):
+            continue
+        assert judged[found.finding]["labels"]["severity"] == found.severity
+        if found.metric.type != "counter":
+            assert f" {found.op} {found.limit:g}" in judged[found.finding]["expr"]
 
 
 def test_rules_read_no_metric_that_nobody_exports(helm: Helm) -> None:
@@ -115,9 +133,11 @@ def test_rules_read_no_metric_that_nobody_exports(helm: Helm) -> None:
 
 def test_every_alert_says_what_to_do_with_a_command(helm: Helm) -> None:
     for alert in alerts_of(helm.render(MONITORING)).values():
-        assert alert["labels"]["severity"] in ("warning", "critical")
+        assert alert["labels"].get("severity") in (None, "info", "warning", "critical")
         assert "kubectl " in alert["annotations"]["description"]
-        assert alert["annotations"]["summary"]
+        summary = alert["annotations"]["summary"]
+        filled = summary.replace(JOB, "product-photography/summer-bottles-07")
+        assert 10 < len(re.sub("{{.*?}}", "ImagePullFailed", filled)) < 100, summary
 
 
 def test_every_alert_has_a_section_in_the_docs_and_every_section_an_alert(helm: Helm) -> None:
@@ -130,8 +150,30 @@ def test_every_alert_has_a_section_in_the_docs_and_every_section_an_alert(helm: 
     assert told == set(alerts_of(helm.render(MONITORING)))
 
 
-def test_no_alert_links_a_runbook_unless_told_where_they_are_read(helm: Helm) -> None:
+@pytest.mark.parametrize("page", ["alerts.md", "findings.md"])
+def test_every_runbook_has_meaning_impact_diagnosis_and_mitigation_with_commands(page: str) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    sections = re.split(r"^## (?=[A-Z]\w+$)", (docs / page).read_text(), flags=re.MULTILINE)[1:]
+    assert len(sections) > 15
+    for section in sections:
+        parts = re.split(r"^\*\*(Meaning|Impact|Diagnosis|Mitigation)\.\*\*", section, flags=re.M)
+        assert parts[1::2] == ["Meaning", "Impact", "Diagnosis", "Mitigation"], section[:40]
+        meaning, impact, diagnosis, mitigation = parts[2::2]
+        assert min(len(meaning), len(impact)) > 20, section[:40]
+        for commands in (diagnosis, mitigation):
+            assert re.search(r"^(kubectl|helm) ", commands, re.MULTILINE), section[:40]
+
+
+def test_alerts_link_runbooks_of_the_charts_version_and_dashboards(helm: Helm) -> None:
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     for alert in alerts_of(helm.render(MONITORING)).values():
+        link = alert["annotations"]["runbook_url"]
+        assert link.startswith(f"https://kubelora.dev/docs/v{version}/")
+        assert alert["annotations"]["dashboard_url"].startswith("/d/kubelora-")
+
+
+def test_no_alert_links_a_runbook_where_the_base_is_empty(helm: Helm) -> None:
+    for alert in alerts_of(helm.render(with_runbooks(""))).values():
         assert "runbook_url" not in alert["annotations"]
 
 
@@ -179,8 +221,9 @@ def test_times_follow_the_values_and_no_placeholder_is_left(helm: Helm) -> None:
 
     assert "$(" not in yaml.safe_dump(one(objects, "PrometheusRule"))
     assert group["interval"] == "1s"
-    assert alerts["KubeloraUpdatesLost"]["for"] == "3s"
-    assert "[20s]" in alerts["KubeloraUpdatesLost"]["expr"]
+    judged = "".join(r["expr"] for r in rules_of(objects) if "judged" in r.get("record", ""))
+    assert "[20s] offset 3s" in judged
+    assert alerts["KubeloraUpdatesLost"]["keep_firing_for"] == "5m"
     assert "offset 77s" in alerts["KubeloraTrainingStalled"]["expr"]
     assert alerts["KubeloraOperatorAbsent"]["for"] == "4s"
     assert alerts["KubeloraOperatorAbsent"]["labels"]["namespace"] == NAMESPACE
@@ -193,15 +236,7 @@ def test_one_non_finite_gradient_is_enough_whatever_the_hold_time(helm: Helm) ->
 
 def test_alerts_take_labels_for_routing_and_can_be_left_out(helm: Helm) -> None:
     objects = helm.render(
-        {
-            "monitoring": {
-                "rules": {
-                    "enabled": True,
-                    "alertLabels": {"team": "studio"},
-                    "disabled": ["KubeloraJobFailed"],
-                }
-            }
-        }
+        with_rules(alertLabels={"team": "studio"}, disabled=["KubeloraJobFailed"])
     )
     alerts = alerts_of(objects)
 
@@ -213,12 +248,51 @@ def test_alerts_take_labels_for_routing_and_can_be_left_out(helm: Helm) -> None:
 def test_an_alert_that_is_left_out_by_a_wrong_name_is_refused_with_the_names_that_there_are(
     helm: Helm,
 ) -> None:
-    wrong = {"enabled": True, "disabled": ["KubeloraJobFailed", "KubeloraUpdateLost"]}
-    done = helm.template({"monitoring": {"rules": wrong}})
+    done = helm.template(with_rules(disabled=["KubeloraJobFailed", "KubeloraUpdateLost"]))
 
     assert done.returncode != 0
     assert "monitoring.rules.disabled: no alert is called KubeloraUpdateLost" in done.stderr
     assert all(alert in done.stderr for alert in alerts_of(helm.render(MONITORING)))
+
+
+def test_a_single_alert_takes_another_severity(helm: Helm) -> None:
+    severities = {"KubeloraJobFailed": "critical", "KubeloraStepSpiked": "info"}
+    alerts = alerts_of(helm.render(with_rules(severities=severities)))
+
+    assert {n: alerts[n]["labels"]["severity"] for n in severities} == severities
+    assert "severity" not in alerts["KubeloraUpdatesLost"]["labels"]
+
+
+@pytest.mark.parametrize(
+    ("monitoring", "sentence"),
+    [
+        ({"podMonitor": {"enabled": False}}, "set monitoring.rules.scrapedElsewhere=true"),
+        ({"podMonitor": {"enabled": True, "interval": "0s"}}, "set 1s to 2m"),
+        ({"podMonitor": {"enabled": True, "interval": "5m"}}, "set 1s to 2m"),
+        (
+            {"rules": {"window": "1m"}},
+            "set at least six times monitoring.podMonitor",
+        ),
+        ({"rules": {"stalledAfterSeconds": 59}}, "set at least four times"),
+        ({"rules": {"alertLabels": {"severity": "x"}}}, "monitoring.rules.severities"),
+        ({"rules": {"severities": {"KubeloraJobFail": "info"}}}, "no alert is called"),
+    ],
+)
+def test_values_with_which_no_rule_could_work_are_refused_with_what_to_set(
+    helm: Helm, monitoring: dict[str, dict[str, object]], sentence: str
+) -> None:
+    given = {
+        part: {"enabled": True, **monitoring.get(part, {})} for part in ("podMonitor", "rules")
+    }
+    done = helm.template({"monitoring": given})
+
+    assert done.returncode != 0
+    assert sentence in done.stderr
+
+
+def test_a_prometheus_with_a_configuration_of_its_own_can_have_the_rules(helm: Helm) -> None:
+    rules = {"enabled": True, "scrapedElsewhere": True, "window": "90s"}
+    assert alerts_of(helm.render({"monitoring": {"rules": rules}}))
 
 
 def test_promtool_accepts_the_rules(rule_file: Path, promtools: list[Path]) -> None:
@@ -237,23 +311,20 @@ def test_alerts_fire_and_stay_silent_as_told_in(
         programs.run(promtool, "test", "rules", file.name, folder=rule_file.parent)
 
 
-REPORTED = [f for f in FINDINGS if not (isinstance(f, Threshold) and f.in_prometheus)]
-"""Findings that Prometheus knows from the watchdog's own gauge alone."""
+JOB_OF_ALERT = 'name="bottles",job_namespace="studio",namespace="studio"'
 
 
 def reported_by_the_watchdog() -> Object:
     """Return promtool's test of their alerts: one job shows each from 1:45 on, another none."""
-    pod = 'namespace="studio",name="{name}",pod="p"'
+    pod = 'job_namespace="studio",name="{name}",pod="p"'
     job = f"{metrics.HEALTH_FINDING.name}{{{{{pod},{{labels}}}}}}"
     series, firing = [{"series": LEADS, "values": "1x80"}], []
-    for found in REPORTED:
+    for found in FINDINGS:
         labels = f'finding="{found.finding}",severity="{found.severity}"'
         for name, values in (("bottles", "0x7 1x70"), ("cans", "0x80")):
             series.append({"series": job.format(name=name, labels=labels), "values": values})
         alert = f'alertname="Kubelora{found.finding}",alertstate="firing",{labels}'
-        firing.append(
-            {"labels": f'ALERTS{{{alert},name="bottles",namespace="studio"}}', "value": 1}
-        )
+        firing.append({"labels": f"ALERTS{{{alert},{JOB_OF_ALERT}}}", "value": 1})
     fired = {"expr": 'ALERTS{alertstate="firing"}', "eval_time": "2m", "exp_samples": firing}
     test = {
         "interval": "15s",
@@ -280,10 +351,11 @@ def test_every_alert_is_shown_firing_and_silent(helm: Helm) -> None:
     defined = set(alerts_of(helm.render(MONITORING)))
     shown = set(re.findall(r'alertname="(\w+)",alertstate="firing"', told))
 
-    assert shown | {f"Kubelora{f.finding}" for f in REPORTED} == defined
+    assert shown | {f"Kubelora{f.finding}" for f in FINDINGS} == defined
 
 
 def test_the_generated_rules_are_no_templates_of_helm() -> None:
     text = (CHART / "files" / "rules.yaml").read_text()
 
-    assert all(v.startswith("$") for v in re.findall(r"{{ *(\S+)", text))
+    words = set(re.findall(r"{{ *(\S+)", text))
+    assert {w for w in words if not w.startswith("$")} == {"with", "end", "."}

@@ -65,3 +65,34 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   resources: [events]
   verbs: [create, patch, list]
 {{- end }}
+
+{{/* Seconds of a duration such as 1h30m, as a number. */}}
+{{- define "kubelora.seconds" -}}
+{{- $units := dict "ms" 0.001 "s" 1.0 "m" 60.0 "h" 3600.0 "d" 86400.0 -}}
+{{- $sum := 0.0 -}}
+{{- range regexFindAll "[0-9]+(ms|s|m|h|d)" . -1 -}}
+{{- $sum = addf $sum (mulf (regexFind "[0-9]+" . | float64) (get $units (regexFind "[a-z]+" .))) -}}
+{{- end -}}
+{{- $sum -}}
+{{- end }}
+
+{{/* Refuses values of monitoring with which no rule could work; each sentence says what to set. */}}
+{{- define "kubelora.checkMonitoring" -}}
+{{- $rules := .Values.monitoring.rules -}}
+{{- $interval := include "kubelora.seconds" .Values.monitoring.podMonitor.interval | float64 -}}
+{{- if and (not .Values.monitoring.podMonitor.enabled) (not $rules.scrapedElsewhere) -}}
+{{- fail "monitoring.rules.enabled needs monitoring.podMonitor.enabled=true: without scrapes KubeloraOperatorAbsent fires and no other alert can. If Prometheus scrapes operator and pods by a configuration of your own with the labels of templates/podmonitor.yaml (job_namespace, name, attempt; release), set monitoring.rules.scrapedElsewhere=true" -}}
+{{- end -}}
+{{- if hasKey $rules.alertLabels "severity" -}}
+{{- fail "monitoring.rules.alertLabels.severity would give every alert one severity: set that of single alerts in monitoring.rules.severities, such as KubeloraJobFailed: critical" -}}
+{{- end -}}
+{{- if or (lt $interval 1.0) (gt $interval 120.0) -}}
+{{- fail (printf "monitoring.podMonitor.interval is %s: set 1s to 2m. Prometheus forgets a sample after 5m, and a median needs two in a row" .Values.monitoring.podMonitor.interval) -}}
+{{- end -}}
+{{- if lt (include "kubelora.seconds" $rules.window | float64) (mulf 6.0 $interval) -}}
+{{- fail (printf "monitoring.rules.window is %s: set at least six times monitoring.podMonitor.interval (%s), because a median needs five steps, each seen by a scrape of its own" $rules.window .Values.monitoring.podMonitor.interval) -}}
+{{- end -}}
+{{- if lt (float64 $rules.stalledAfterSeconds) (mulf 4.0 $interval) -}}
+{{- fail (printf "monitoring.rules.stalledAfterSeconds is %d: set at least four times monitoring.podMonitor.interval (%s), or every pause between two scrapes is a stall" (int $rules.stalledAfterSeconds) .Values.monitoring.podMonitor.interval) -}}
+{{- end -}}
+{{- end }}

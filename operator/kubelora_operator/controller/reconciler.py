@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
+from kubelora_api import names
 from kubelora_operator.controller.apply import PlanApplier, StaleSnapshotError
 from kubelora_operator.controller.create_pacer import CreatePacer, Creation
 from kubelora_operator.controller.snapshot_reader import FetchedJob, SnapshotReader, parse_status
@@ -95,7 +96,9 @@ class Reconciler:
             for event in plan.events:
                 log.info("%s: %s", event.reason, event.message)
             outcome = await self._applier.apply(fetched, plan, now)
-            self._metrics.set_job(key, plan.status)
+            self._metrics.set_job(
+                key, plan.status, fetched.snapshot.spec, _acknowledgement(fetched)
+            )
             self._reader.acknowledge(fetched.snapshot)
             if outcome.rejection:
                 await self._record_rejection(fetched, outcome.document, outcome.rejection, now)
@@ -118,6 +121,12 @@ class Reconciler:
         snapshot = replace(fetched.snapshot, status=parse_status(document), rejection=explanation)
         plan = replace(decide(snapshot, now, self._poll), create=None, delete=())
         await self._applier.apply(replace(fetched, snapshot=snapshot, document=document), plan, now)
+
+
+def _acknowledgement(fetched: FetchedJob) -> str | None:
+    annotations: Any = fetched.document["metadata"].get("annotations") or {}
+    text: str | None = annotations.get(names.ANNOTATION_ACKNOWLEDGED)
+    return text
 
 
 def _creation(fetched: FetchedJob, attempt: int) -> Creation:

@@ -108,6 +108,7 @@ async def _run_as_leader(
         queue.add(key, urgent=urgent)
         metrics.queue_depth.set(len(queue))
 
+    metrics.watch_lag.set_function(lambda: len(tracker.overdue(time.monotonic())))
     if not await _unless_stopped(_wait_for_crd(options, cluster), stop):
         return
     async with aiohttp.ClientSession(trust_env=False) as session:

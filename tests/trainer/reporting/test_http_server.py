@@ -156,6 +156,7 @@ def test_a_scrape_shows_the_newest_step_and_what_steps_since_the_last_one_left()
         return registry.get_sample_value(name, labels)
 
     assert shown("kubelora_step") == 5
+    assert shown("kubelora_samples_total") == 3 * NUMBERS.samples > 0
     assert shown("kubelora_steps_skipped_total") == 1
     assert shown("kubelora_grad_norm", group="down.lora_A") == 1.5
     assert shown("kubelora_grad_nonfinite_total", group="down.lora_A") == 4
@@ -163,6 +164,15 @@ def test_a_scrape_shows_the_newest_step_and_what_steps_since_the_last_one_left()
     families.publish(replace(NUMBERS, step=6), WatchState(), seconds=0.5)
     assert shown("kubelora_step") == 6
     assert shown("kubelora_grad_nonfinite_total", group="down.lora_A") == 6
+
+
+def test_waiting_for_data_is_counted_up_to_the_scrape() -> None:
+    registry = CollectorRegistry()
+    families = TrainerMetrics(registry, PrecisionPlan(torch.bfloat16, torch.float32, torch.float32))
+    total = iter([1.5, 1.5, 4.0])
+    families.data_wait = lambda: next(total)
+    seen = [registry.get_sample_value("kubelora_data_wait_seconds_total") for _ in range(3)]
+    assert seen == [1.5, 1.5, 4.0]
 
 
 def test_the_worst_modules_are_found_when_the_status_is_asked_for(exporter: Exporter) -> None:

@@ -1,5 +1,6 @@
 """Latents of a micro-step's images: prefetched, encoded by the VAE, and cached where valid."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +54,8 @@ class LatentSource:
         self._kept: OrderedDict[View, Latent] = OrderedDict()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
         self._ahead: tuple[int, Future[list[_Read]]] | None = None
+        self.waited = 0.0
+        """Seconds spent waiting for images so far."""
 
     def close(self) -> None:
         """Stop the reader thread."""
@@ -87,8 +90,10 @@ class LatentSource:
 
     def _images(self, micro_step: int) -> list[_Read]:
         """Return the images of this micro-step, and start to read the next ones."""
+        begun = time.perf_counter()
         ahead, self._ahead = self._ahead, None
         images = ahead[1].result() if ahead and ahead[0] == micro_step else self._read(micro_step)
+        self.waited += time.perf_counter() - begun
         following = self._after(micro_step)
         self._ahead = (following, self._reader.submit(self._read, following))
         return images

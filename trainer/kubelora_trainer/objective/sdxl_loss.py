@@ -120,6 +120,10 @@ class SdxlObjective:
         losses = mean_errors(errors, batch.masks) * batch.weights
         return MicroBatchLoss(losses.sum(), len(losses), losses.detach())
 
+    def data_wait(self) -> float:
+        """Return the seconds spent waiting for images so far."""
+        return self._latents.waited
+
     def close(self) -> None:
         """Stop the reader thread."""
         self._latents.close()

@@ -1,7 +1,7 @@
 """Prometheus metric families of a run."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,6 +34,9 @@ class TrainerMetrics(Collector):
     def __init__(self, registry: CollectorRegistry, plan: PrecisionPlan) -> None:
         self.registry = registry
         self._newest: _Step | None = None
+        self.data_wait: Callable[[], float] = lambda: 0.0
+        """Returns the seconds spent waiting for images so far; read at each scrape."""
+        self._waited = 0.0
         self._showing = threading.Lock()
         registry.register(self)  # first, so that collect() runs before the families are read
         self._plan = plan
@@ -75,6 +78,7 @@ class TrainerMetrics(Collector):
         """
         if numbers.skipped:
             self._counters[metrics.STEPS_SKIPPED.name].inc()
+        self._counters[metrics.SAMPLES.name].inc(numbers.samples)
         groups = {} if numbers.skipped else numbers.groups  # a skipped step has no measurements
         for group, of_group in groups.items():
             if of_group.grad_nonfinite:
@@ -94,6 +98,9 @@ class TrainerMetrics(Collector):
     def collect(self) -> list[Family]:
         """Update the families before they are collected."""
         with self._showing:
+            waited, before = self.data_wait(), self._waited
+            self._counters[metrics.DATA_WAIT.name].inc(waited - before)
+            self._waited = waited
             newest, self._newest = self._newest, None
             if newest is not None:
                 self._show(newest)

@@ -200,6 +200,7 @@ def _train_and_export(
         baseline=load_baseline_for_run(run, folder, made_of, plan.optimizer_steps),
     )
     watchdog = start_watchdog(run, inputs, watched, position, start)
+    metrics.data_wait = inputs.objective.data_wait
     metrics.plan_steps(position.step, plan.optimizer_steps)
     exporter.report = exporter.report.model_copy(
         update={"phase": "Training", "step": position.step, "total_steps": plan.optimizer_steps}
