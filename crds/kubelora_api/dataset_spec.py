@@ -128,6 +128,22 @@ class Dataset(ApiModel):
         ".parquet, .arrow or .tar files that contain images."
     )
     columns: Columns = Field(default_factory=Columns)
+    layout: Annotated[Literal["plain", "kohya"], Decides("order", "text", held_as=("caption",))] = (
+        Field(
+            "plain",
+            description="Meaning of the names of folders: plain (default), the first folder is the "
+            "category; kohya, a folder such as 10_zwx dog has repeats 10 and the caption zwx dog "
+            "for images without one, and folders below reg are for prior preservation.",
+        )
+    )
+    mask_files: Annotated[
+        Literal["exclude", "use", "train"], Decides("pixels", "order", held_as=("file",))
+    ] = Field(
+        "exclude",
+        description="What to do about files named like the mask of an image (NAME-masklabel.png, "
+        "NAME_mask.png, mask/NAME.png): exclude (default) leaves them out and reports them, use "
+        "weights the loss of each part of the image by its mask, train trains on them as images.",
+    )
     repeats: Annotated[int, Field(ge=1, le=1000), Decides("order")] = Field(
         1, description="How often each image of uri is used per epoch, 1 to 1000. Default 1."
     )

@@ -259,6 +259,8 @@ WRONG: tuple[Wrong, ...] = (
     ),
     Wrong("a long prefix", "spec/dataset/captions", {"prefix": "x" * 257}, "spec.dataset.captions"),
     Wrong("a share above 1", "spec/dataset/captions", {"maxMissing": 2}, "spec.dataset.captions"),
+    Wrong("unknown layout", "spec/dataset/layout", "onetrainer", "spec.dataset.layout"),
+    Wrong("unknown masks", "spec/dataset/maskFiles", "ignore", "spec.dataset.maskFiles"),
     Wrong("unknown duplicates", "spec/dataset/onDuplicate", "drop", "spec.dataset.onDuplicate"),
     Wrong(
         "bf16 accumulator",
@@ -537,6 +539,8 @@ RIGHT: dict[str, Document] = {
         {
             "uri": "pvc://photos",
             "onBadImage": "skip",
+            "layout": "kohya",
+            "maskFiles": "use",
             "onDuplicate": "skip",
             "minShortEdge": 512,
             "maxAspectRatio": 2.5,

@@ -216,6 +216,7 @@ def test_the_datasets_digest_covers_all_that_is_trained_on() -> None:
         "width",
         "height",
         "size",
+        "mask_file",  # its bytes are in sha256
     }
     settings = job_spec().dataset
 

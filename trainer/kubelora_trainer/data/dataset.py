@@ -131,7 +131,7 @@ class ImageDataset:
         """
         entry = self.samples[view.sample]
         try:
-            decoded = decode_image(entry.path, self.settings)
+            decoded = decode_image(entry.path, self.settings, entry.mask_file)
         except BadImageError as error:
             raise DatasetError(
                 f"{entry.path} passed preflight, but now {error}. {_DO_NOT_CHANGE}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageCms, ImageColor, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageChops, ImageCms, ImageColor, ImageOps, UnidentifiedImageError
 
 from kubelora_api.dataset_spec import Dataset
 
@@ -114,12 +114,13 @@ class DecodedImage:
     mask: Image.Image | None = None
 
 
-def decode_image(path: Path, settings: Dataset) -> DecodedImage:
+def decode_image(path: Path, settings: Dataset, mask_file: Path | None = None) -> DecodedImage:
     """Read and decode an image file.
 
     Args:
         path: Path of the file.
         settings: All of them, so that preflight and training can't differ in one.
+        mask_file: Image whose brightness weights the loss; the SHA-256 is then of both files.
 
     Returns:
         The upright RGB image.
@@ -127,6 +128,28 @@ def decode_image(path: Path, settings: Dataset) -> DecodedImage:
     Raises:
         BadImageError: The file can't be read, decoded or used; the message is the reason.
     """
+    decoded = _decode_bytes(path, settings)
+    return decoded if mask_file is None else _with_mask(decoded, mask_file, settings)
+
+
+def _with_mask(decoded: DecodedImage, mask_file: Path, settings: Dataset) -> DecodedImage:
+    try:
+        mask = _decode_bytes(mask_file, settings.model_copy(update={"alpha": "background"}))
+    except BadImageError as error:
+        raise BadImageError("bad mask", f"its mask {mask_file.name}: {error}") from error
+    weights = mask.image.convert("L")
+    if weights.size != decoded.image.size:
+        weights = weights.resize(decoded.image.size, Image.Resampling.BILINEAR)
+    if decoded.mask is not None:
+        weights = ImageChops.multiply(weights, decoded.mask)
+    if weights.getextrema() == (0, 0):
+        raise BadImageError("bad mask", f"its mask {mask_file.name} is black, so no pixel counts")
+    conversions = (*decoded.conversions, Conversion("loss mask", "taken from its mask file"))
+    digest = hashlib.sha256((decoded.sha256 + mask.sha256).encode()).hexdigest()
+    return DecodedImage(decoded.image, conversions, digest, weights)
+
+
+def _decode_bytes(path: Path, settings: Dataset) -> DecodedImage:
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -6,7 +6,7 @@ its reason, in the report and in preflight.json.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,8 @@ from kubelora_trainer.data.caption_files import (
 from kubelora_trainer.data.caption_transforms import PROMPT_SYNTAX, prefixed
 from kubelora_trainer.data.files import files_below
 from kubelora_trainer.data.images import IMAGE_SUFFIXES, BadImageError, decode_image
+from kubelora_trainer.data.kohya_layout import concept_of, concept_source
+from kubelora_trainer.data.mask_files import find_masks
 from kubelora_trainer.data.metadata_listing import BadRow, is_metadata
 from kubelora_trainer.data.preflight_report import (
     CaptionCount,
@@ -54,6 +56,7 @@ class Sample:
     file: relative to the dataset, with slashes. width, height: upright, in pixels. size: training
     size. category: empty for none. sha256: of the file's bytes. repeats: times it is seen in an
     epoch. loss_weight: weight of its loss. use_prefix: whether its caption gets the prefix.
+    mask_file: weights its loss; part of sha256.
     """
 
     path: Path
@@ -67,6 +70,7 @@ class Sample:
     repeats: int
     loss_weight: float
     use_prefix: bool
+    mask_file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class _ImageChecker:
     sizes: tuple[Size, ...]
     finder: CaptionFinder
     limits: tuple[TokenLimit, ...]
+    masks: Mapping[Path, Path]
 
     def __call__(self, image: Path) -> _CheckedImage:
         source = self.source
@@ -108,8 +113,10 @@ class _ImageChecker:
             raise BadImageError(row.kind, self._detail(row))
         if problem := _missing_file_problem(image):
             raise BadImageError(*problem)
+        if self.settings.layout == "kohya" and concept_of(image, self.source) is None:
+            raise BadImageError(UNLISTED, "it is in no folder named like 10_zwx dog")
         caption = self._caption(image)
-        decoded = decode_image(image, self.settings)
+        decoded = decode_image(image, self.settings, self.masks.get(image))
         width, height = decoded.image.size
         self._check_shape(width, height)
         size = nearest_size(width, height, self.sizes)
@@ -128,6 +135,7 @@ class _ImageChecker:
             repeats=self.source.repeats,
             loss_weight=self.source.loss_weight,
             use_prefix=self.source.use_prefix,
+            mask_file=self.masks.get(image),
         )
         return sample, tuple(notes)
 
@@ -244,7 +252,7 @@ def preflight(
     sources = [SourceFolder(folder, repeats=settings.repeats), *extra]
     found = [_find_images(source, settings) for source in sources]
     work = [
-        (_ImageChecker(one.source, settings, sizes, one.finder, limits), image)
+        (one.checker(image, settings, sizes, limits), image)
         for one in found
         for image in one.images
     ]
@@ -261,7 +269,7 @@ def preflight(
     checked = _mark_duplicates(checked, settings.on_duplicate)
     checked += [lost for one in found for lost in _lost_rows(one)]
     samples = tuple(one.sample for one in checked if one.sample)
-    return samples, _report(folder, settings.resolution, checked, found)
+    return samples, _report(folder, settings, checked, found)
 
 
 def _existing(source: SourceFolder) -> Path:
@@ -278,12 +286,36 @@ class _FoundImages:
     files: tuple[Path, ...]
     images: tuple[Path, ...]
     finder: CaptionFinder
+    masks: Mapping[Path, Path]
+
+    def checker(
+        self,
+        image: Path,
+        settings: dataset_spec.Dataset,
+        sizes: tuple[Size, ...],
+        limits: tuple[TokenLimit, ...],
+    ) -> _ImageChecker:
+        """Build the check of one image, with the settings of its folder.
+
+        Args:
+            image: The image.
+            settings: ``dataset`` of the job.
+            sizes: Training sizes.
+            limits: Token limits of the text encoders.
+        """
+        source = self.source
+        if settings.layout == "kohya" and (concept := concept_of(image, source)):
+            source = concept_source(source, concept)
+        masks = {i: mask for mask, i in self.masks.items()} if settings.mask_files == "use" else {}
+        return _ImageChecker(source, settings, sizes, self.finder, limits, masks)
 
 
 def _find_images(source: SourceFolder, settings: dataset_spec.Dataset) -> _FoundImages:
     """Return the images among a source's files, with their captions."""
     files = sorted(files_below(_existing(source)))
     images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+    masks = {} if settings.mask_files == "train" else find_masks(images, source.folder)
+    images = [image for image in images if image not in masks]
     finder = build_caption_finder(files, images, source, settings.columns)
     images = sorted({*images, *finder.listing.entries, *finder.listing.bad_images})
     if not images and not finder.listing.bad:
@@ -291,7 +323,33 @@ def _find_images(source: SourceFolder, settings: dataset_spec.Dataset) -> _Found
             f"The dataset {source.folder} contains no images ({len(files)} files of other kinds): "
             f"see {source.field}."
         )
-    return _FoundImages(source, tuple(files), tuple(images), finder)
+    if settings.layout == "kohya" and not any(concept_of(image, source) for image in images):
+        raise DatasetError(
+            f"dataset.layout is kohya, but no image of {source.folder} is in a folder named like "
+            "'10_zwx dog' (repeats, _, class prompt): name the folders so, or set dataset.layout: "
+            "plain."
+        )
+    return _FoundImages(source, tuple(files), tuple(images), finder, masks)
+
+
+def _layout_remarks(found: _FoundImages, settings: dataset_spec.Dataset) -> Iterator[Remark]:
+    """Yield what looks like another trainer's layout, and masks that weight nothing."""
+    if settings.mask_files == "exclude":
+        for mask, image in sorted(found.masks.items()):
+            detail = f"of {found.source.shown(image)}"
+            done = "left out; dataset.maskFiles: use weights the loss by it"
+            yield Remark(found.source.shown(mask), "looks like a mask", detail, done)
+    if settings.layout == "plain":
+        concepts = {
+            (image.parent, concept)
+            for image in found.images
+            if (concept := concept_of(image, found.source))
+        }
+        for folder, (repeats, prompt, prior) in sorted(concepts):
+            what = "prior-preservation images" if prior else "images"
+            detail = f"{what} with repeats {repeats} and the caption {prompt!r}"
+            done = "trained as subjects, once an epoch; set dataset.layout: kohya"
+            yield Remark(found.source.shown(folder), "looks like kohya's layout", detail, done)
 
 
 def _lost_rows(found: _FoundImages) -> Iterator[_CheckedImage]:
@@ -349,7 +407,7 @@ def _mark_duplicates(
 
 
 def _count_other_files(found: _FoundImages) -> int:
-    known = {*found.images, *found.finder.used, *found.finder.listing.fields}
+    known = {*found.images, *found.masks, *found.finder.used, *found.finder.listing.fields}
     return sum(
         file not in known
         and not is_metadata(file.name)
@@ -369,7 +427,7 @@ def _orphaned_captions(found: _FoundImages) -> Iterator[Remark]:
 
 def _report(
     folder: Path,
-    resolution: int,
+    settings: dataset_spec.Dataset,
     checked: list[_CheckedImage],
     sources: Sequence[_FoundImages],
 ) -> PreflightReport:
@@ -378,6 +436,7 @@ def _report(
     notes = (
         *(note for one in checked for note in one.notes),
         *(note for one in sources for note in _orphaned_captions(one)),
+        *(note for one in sources for note in _layout_remarks(one, settings)),
     )
     found = Counter(one.category for one in checked)
     used = Counter(sample.category for sample in samples)
@@ -386,7 +445,7 @@ def _report(
     sizes = Counter(sample.size for sample in samples)
     return PreflightReport(
         folder=str(folder),
-        resolution=resolution,
+        resolution=settings.resolution,
         found=len(checked),
         used=len(samples),
         skipped=skipped,
