@@ -17,6 +17,9 @@ Object = dict[str, Any]
 CONNECTIONS: Final = 64
 """Requests at a time. More make the API server no faster on a few cores."""
 
+_PAUSE: Final = 0.2
+"""Seconds between two tries of a watch that was cut off."""
+
 
 class BenchError(Exception):
     """What did not happen, and where to look."""
@@ -49,29 +52,45 @@ class Api:
         return await self._request("PATCH", path, patch, "application/merge-patch+json")
 
     async def list_and_watch(self, path: str) -> AsyncIterator[Object]:
-        """Yield each object that is there as an event ``ADDED``, and events from then on."""
+        """Yield each object that is there as an event ``ADDED``, and events from then on.
+
+        The API server ends a watch when its client is slow, or when a CRD's status changes; it is
+        continued where it ended, and after an answer ``ERROR`` all is listed again.
+        """
+        version = ""
         while True:
-            listed = await self.get(path)
-            for item in listed["items"]:
-                yield {"type": "ADDED", "object": item}
-            async for event in self._watch(path, listed["metadata"]["resourceVersion"]):
-                yield event
+            try:
+                if not version:
+                    listed = await self.get(path)
+                    for item in listed["items"]:
+                        yield {"type": "ADDED", "object": item}
+                    version = listed["metadata"]["resourceVersion"]
+                async for event in self._watch(path, version):
+                    if event["type"] == "ERROR":
+                        version = ""
+                        break
+                    version = event["object"]["metadata"]["resourceVersion"]
+                    if event["type"] != "BOOKMARK":
+                        yield event
+            except aiohttp.ClientError:
+                await asyncio.sleep(_PAUSE)
 
     async def _watch(self, path: str, version: str) -> AsyncIterator[Object]:
-        """Yield the events of a collection after ``version``, until the API server ends the watch.
-
-        It does when it needs the memory, or when a CRD's status changes: list again and go on.
-        """
-        query = {"watch": "1", "resourceVersion": version, "timeoutSeconds": "86400"}
+        query = {
+            "watch": "1",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": "86400",
+        }
         timeout = aiohttp.ClientTimeout(total=None)
         async with self._session.get(
             self._server + path, params=query, timeout=timeout, read_bufsize=2**20
         ) as answer:
+            if answer.status == 410:
+                yield {"type": "ERROR"}
+            answer.raise_for_status()
             async for line in answer.content:
-                event = json.loads(line)
-                if event["type"] == "ERROR":
-                    return
-                yield event
+                yield json.loads(line)
 
     async def _request(
         self,
