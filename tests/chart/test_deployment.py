@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from kubelora_operator.admission.policy import DEFAULT_POLICY, PodPolicy
+from kubelora_operator.attempt.network_policy import NetworkSettings
 from kubelora_operator.manager.main import run as run_command
 from tests.chart.rendering import (
     EVERYTHING,
@@ -173,3 +175,26 @@ def test_a_disruption_budget_is_made_for_several_replicas_alone(
     objects = helm.render({"replicas": replicas})
 
     assert len(of_kind(objects, "PodDisruptionBudget")) == budgets
+
+
+def test_the_pod_policy_reaches_the_operator(helm: Helm) -> None:
+    objects = helm.render({"podPolicy": {"priorityClasses": ["training-low"]}})
+    policy = PodPolicy.model_validate_json(environment_of(objects)["KUBELORA_POD_POLICY"])
+    assert policy == DEFAULT_POLICY.model_copy(update={"priority_classes": ("training-low",)})
+
+
+def test_the_network_policy_lets_the_operators_own_pods_in(helm: Helm) -> None:
+    objects = helm.render({"networkPolicy": {"restrictEgress": True}})
+    text = environment_of(objects)["KUBELORA_NETWORK_POLICY"]
+    settings = NetworkSettings.model_validate_json(text)
+    assert settings.restrict_egress
+    peer = settings.operator
+    assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": NAMESPACE}
+    selected = peer["podSelector"]["matchLabels"].items()
+    assert selected <= pod_of(objects)["metadata"]["labels"].items()
+    assert len(settings.metrics_from) == 1
+
+
+def test_the_network_policy_can_be_turned_off(helm: Helm) -> None:
+    objects = helm.render({"networkPolicy": {"enabled": False}})
+    assert "KUBELORA_NETWORK_POLICY" not in environment_of(objects)

@@ -6,7 +6,7 @@ two operators running at the same time create the same object instead of two att
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kubelora_api import names
@@ -58,7 +58,7 @@ def build_config_map(job: LoraTrainingJob, attempt: int) -> JsonObject:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(job, attempt, {}),
+        "metadata": attempt_metadata(job, attempt),
         "immutable": True,
         "data": {names.JOB_FILE: json.dumps(document, indent=2)},
     }
@@ -74,14 +74,11 @@ def build_service(job: LoraTrainingJob, attempt: int) -> JsonObject | None:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(job, attempt, {}),
+        "metadata": attempt_metadata(job, attempt),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {
-                names.LABEL_JOB_UID: job.metadata.uid or "",
-                names.LABEL_ATTEMPT: str(attempt),
-            },
+            "selector": attempt_selector(job, attempt),
             "ports": [
                 {
                     "name": names.RENDEZVOUS_PORT_NAME,
@@ -112,7 +109,7 @@ def build_job(
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(job, attempt, _queue_labels(job)),
+        "metadata": attempt_metadata(job, attempt, _queue_labels(job)),
         "spec": {
             "completionMode": "Indexed",
             "completions": job.spec.workers.nodes,
@@ -173,12 +170,26 @@ def _pod_failure_policy() -> JsonObject:
     }
 
 
-def _metadata(job: LoraTrainingJob, attempt: int, extra: dict[str, str]) -> JsonObject:
+def attempt_selector(job: LoraTrainingJob, attempt: int) -> dict[str, str]:
+    """Return the labels that select the pods of an attempt."""
+    return {names.LABEL_JOB_UID: job.metadata.uid or "", names.LABEL_ATTEMPT: str(attempt)}
+
+
+def attempt_metadata(
+    job: LoraTrainingJob, attempt: int, extra: Mapping[str, str] | None = None
+) -> JsonObject:
+    """Build the metadata of an object that the job owns.
+
+    Args:
+        job: The LoraTrainingJob.
+        attempt: Number of the attempt.
+        extra: Labels besides those of each object.
+    """
     uid = job.metadata.uid or ""
     return {
         "name": child_name(job.metadata.name, uid, attempt),
         "namespace": job.metadata.namespace,
-        "labels": _labels(job, attempt) | extra,
+        "labels": _labels(job, attempt) | dict(extra or {}),
         "ownerReferences": [
             {
                 "apiVersion": names.API_VERSION,

@@ -7,21 +7,30 @@ resourceVersion, so a plan made from a stale snapshot fails there and neither de
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 from kubelora_api import names
+from kubelora_api.job import LoraTrainingJob
 from kubelora_api.schema import JsonObject
 from kubelora_api.status import JobStatus
-from kubelora_operator.attempt.manifests import build_config_map, build_job, build_service
+from kubelora_operator.attempt.manifests import (
+    build_config_map,
+    build_job,
+    build_service,
+    child_name,
+)
+from kubelora_operator.attempt.network_policy import NetworkSettings, build_network_policy
 from kubelora_operator.controller.convert import owned_by
 from kubelora_operator.controller.snapshot_reader import FetchedJob, parse_status
 from kubelora_operator.decision.conditions import format_time, truncate_message
+from kubelora_operator.decision.decide import KEPT_ATTEMPTS
 from kubelora_operator.decision.plan import JobEvent, ReconcilePlan
 from kubelora_operator.decision.snapshot import Explanation, Snapshot
-from kubelora_operator.kube.client import ApiError, Cluster
+from kubelora_operator.kube.client import ApiError, AttemptKind, Cluster
 
 log = logging.getLogger(__name__)
 _EVENT_MESSAGE_MAX: Final = 1024
@@ -54,10 +63,21 @@ class ApplyResult:
 
 
 class PlanApplier:
-    """Applies plans. ``trainer_image`` is used for jobs that do not set one."""
+    """Applies plans.
 
-    def __init__(self, cluster: Cluster, trainer_image: str, identity: str) -> None:
+    trainer_image: Image for jobs that do not set one.
+    network: Settings for the NetworkPolicy of an attempt; None for no NetworkPolicy.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        trainer_image: str,
+        identity: str,
+        network: NetworkSettings | None = None,
+    ) -> None:
         self._cluster, self._image, self._identity = cluster, trainer_image, identity
+        self._network = network
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     async def apply(self, fetched: FetchedJob, plan: ReconcilePlan, now: datetime) -> ApplyResult:
@@ -142,17 +162,16 @@ class PlanApplier:
         """Create the attempt's objects, the Job last; existing ones are left unchanged."""
         assert fetched.job is not None
         snapshot, cluster = fetched.snapshot, self._cluster
-        config_map = build_config_map(fetched.job, attempt)
-        service = build_service(fetched.job, attempt)
-        child = build_job(fetched.job, attempt, self._image, status.avoided_nodes)
+        child = build_job(fetched.job, attempt, self._image)
         try:
-            for manifest, create, get in (
-                (config_map, cluster.create_config_map, cluster.get_config_map),
-                (service, cluster.create_service, cluster.get_service),
-                (child, cluster.create_child, cluster.get_child),
-            ):
-                if manifest and not await _ensure_owned(manifest, create, get, snapshot):
+            await self._delete_obsolete(snapshot, attempt)
+            for manifest in self._manifests(fetched.job, attempt):
+                create = partial(cluster.create_object, manifest["kind"])
+                get = partial(cluster.get_object, manifest["kind"])
+                if not await _ensure_owned(manifest, create, get, snapshot):
                     return _name_taken(manifest["kind"], manifest["metadata"]["name"])
+            if not await _ensure_owned(child, cluster.create_child, cluster.get_child, snapshot):
+                return _name_taken("Job", child["metadata"]["name"])
         except ApiError as error:
             if error.code not in _REJECTED_CODES:
                 raise
@@ -161,6 +180,34 @@ class PlanApplier:
             )
         log.info("attempt %d: Job %s exists", attempt, child["metadata"]["name"])
         return None
+
+    def _manifests(self, job: LoraTrainingJob, attempt: int) -> Iterator[JsonObject]:
+        """Yield what the attempt's Job needs, in the order of its creation."""
+        yield build_config_map(job, attempt)
+        if self._network:  # before the pods, so that they are never without it
+            yield build_network_policy(job, attempt, self._network)
+        if service := build_service(job, attempt):
+            yield service
+
+    async def _delete_obsolete(self, snapshot: Snapshot, attempt: int) -> None:
+        """Delete what the oldest attempt had whose Job is not kept any more.
+
+        The first attempt's ConfigMap stays: it shows that the job was started if all else is lost.
+        """
+        obsolete = attempt - KEPT_ATTEMPTS
+        if obsolete < 1:
+            return
+        name = child_name(snapshot.name, snapshot.uid, obsolete)
+        kinds: tuple[AttemptKind, ...] = ("ConfigMap", "NetworkPolicy", "Service")
+        for kind in kinds[1:] if obsolete == 1 else kinds:
+            try:
+                found = await self._cluster.get_object(kind, snapshot.namespace, name)
+                if found and owned_by(found, snapshot.uid):
+                    await self._cluster.delete_object(kind, found)
+            except ApiError as error:
+                if error.code not in _REFUSED_DELETES:
+                    raise
+                log.warning("can't delete %s %s: %s", kind, name, error)
 
     async def _record_event(self, snapshot: Snapshot, event: JobEvent, now: datetime) -> None:
         """Record an Event on the job, or raise the count of the same one. Never fails a plan."""

@@ -8,6 +8,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from kubelora_api import names
+from kubelora_operator.admission.check import refusals_of
+from kubelora_operator.admission.policy import DEFAULT_POLICY, PodPolicy
 from kubelora_operator.controller.apply import PlanApplier, StaleSnapshotError
 from kubelora_operator.controller.create_pacer import CreatePacer, Creation
 from kubelora_operator.controller.snapshot_reader import FetchedJob, SnapshotReader, parse_status
@@ -41,9 +43,10 @@ class Reconciler:
         poll: timedelta,
         now: Callable[[], datetime] = utc_now,
         clock: Callable[[], float] = time.monotonic,
+        policy: PodPolicy = DEFAULT_POLICY,
     ) -> None:
         self._reader, self._applier, self._metrics = reader, applier, metrics
-        self._poll, self._now = poll, now
+        self._poll, self._now, self._policy = poll, now, policy
         self._creates = CreatePacer(clock)
 
     async def work(self, queue: WorkQueue[JobKey]) -> None:
@@ -87,6 +90,9 @@ class Reconciler:
             self._metrics.remove_job(key)
             self._creates.forget(key)
             return None, None
+        if fetched.job is not None:
+            refusals = refusals_of(fetched.job, self._policy)
+            fetched = replace(fetched, snapshot=replace(fetched.snapshot, refusals=refusals))
         plan = decide(fetched.snapshot, now, self._poll)
         wait = 0.0
         if plan.create is not None:

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Final
 
 from kubelora_operator.decision.conditions import (
+    ACCEPTED,
     FAILED,
     QUEUED,
     RESTARTING,
@@ -31,7 +32,7 @@ def start_next_attempt(builder: PlanBuilder) -> PlanBuilder:
     wait = remaining_backoff(builder)
     if wait > timedelta():
         return replace(builder, requeue_after=wait)
-    if builder.snapshot.spec is None:
+    if not builder.conditions.is_true(ACCEPTED):
         return builder
     number = builder.status.attempt + 1
     builder = builder.update_status(attempt=number, child_uid=None)
@@ -45,10 +46,9 @@ def start_next_attempt(builder: PlanBuilder) -> PlanBuilder:
 
 def start_first_attempt(builder: PlanBuilder) -> PlanBuilder:
     """Create the attempt's objects, for the first time or again after a crash in between."""
-    if builder.snapshot.spec is None:
-        return _set_waiting(
-            builder, "InvalidSpec", "the job is invalid; see the condition Accepted"
-        )
+    if not builder.conditions.is_true(ACCEPTED):
+        reason = builder.conditions.reason(ACCEPTED) or "InvalidSpec"
+        return _set_waiting(builder, reason, "the job is not accepted; see the condition Accepted")
     if builder.live:
         return replace(builder, requeue_after=REQUEUE_SOON)
     return _create(builder.update_status(attempt=max(builder.status.attempt, 1)))

@@ -145,10 +145,20 @@ def _set_accepted(builder: PlanBuilder) -> PlanBuilder:
         return builder.set_condition(
             ACCEPTED, False, "InvalidSpec", f"{what}. Fix it and apply it again"
         )
+    if builder.snapshot.refusals:
+        return _set_not_allowed(builder, "; ".join(builder.snapshot.refusals))
     lossy_message = lossy_precision_message(spec)
     if lossy_message:
         return builder.set_condition(ACCEPTED, True, "LossyPrecision", lossy_message)
     return builder.set_condition(ACCEPTED, True, "Valid", "the job is valid")
+
+
+def _set_not_allowed(builder: PlanBuilder, what: str) -> PlanBuilder:
+    """Refuse the next attempt; one that began under an earlier policy keeps running."""
+    if builder.live:
+        message = f"this attempt keeps running, but the next one will not start: {what}"
+        return builder.set_condition(ACCEPTED, True, "NextAttemptNotAllowed", message)
+    return builder.set_condition(ACCEPTED, False, "PodTemplateNotAllowed", what)
 
 
 def _decide(builder: PlanBuilder, poll: timedelta) -> PlanBuilder:

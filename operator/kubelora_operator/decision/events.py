@@ -23,6 +23,7 @@ from kubelora_operator.decision.snapshot import Snapshot
 _EVENT_WHEN_TRUE: Final = (QUEUED, SUSPENDED, RESTARTING, COMPLETE, FAILED)
 _WARNING_WHEN_TRUE: Final = (RESTARTING, FAILED)
 _WARNING_REASONS: Final = (HEALTH_POLICY_REASON, BUDGET_REASON)
+_WARNING_WHEN_ACCEPTED: Final = ("LossyPrecision", "NextAttemptNotAllowed")
 _REASONS_WITHOUT_EVENT: Final = frozenset(
     {"Starting", "Finished", "Queued", "Suspended", "TrainerStarting"}
 )
@@ -72,7 +73,7 @@ def _event_for(condition: Condition) -> JobEvent | None:
         case kind if kind == RUNNING and condition.reason not in _REASONS_WITHOUT_EVENT:
             bad = not true or condition.reason == "StatusUnreachable"
             return JobEvent("Warning" if bad else "Normal", condition.reason, condition.message)
-        case kind if kind == ACCEPTED and (not true or condition.reason == "LossyPrecision"):
+        case kind if kind == ACCEPTED and (not true or condition.reason in _WARNING_WHEN_ACCEPTED):
             return JobEvent("Warning", condition.reason, condition.message)
         case kind if kind == HEALTHY and (
             condition.status == "False" or condition.reason == "Warning"

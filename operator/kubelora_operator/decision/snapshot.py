@@ -142,6 +142,7 @@ class Snapshot:
     config_map_attempts: Attempts whose ConfigMap exists; read only if the status has no attempt.
     report: None if no report was requested, because no pod runs or the last one is recent.
     rejection: Why the API server has just refused to create the attempt's objects.
+    refusals: What the pod policy does not allow, as sentences.
     """
 
     namespace: str
@@ -159,6 +160,7 @@ class Snapshot:
     config_map_attempts: frozenset[int] = frozenset()
     report: RunReport | Unreachable | None = None
     rejection: Explanation | None = None
+    refusals: tuple[str, ...] = ()
 
     @property
     def max_restarts(self) -> int:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.metadata import version
-from typing import Final
+from typing import Final, Literal
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -42,6 +42,15 @@ class ApiError(Exception):
         super().__init__(f"{code} {reason}: {message}" if code else message)
         self.code, self.reason, self.message = code, reason, message
         self.retry_after = retry_after
+
+
+AttemptKind = Literal["ConfigMap", "NetworkPolicy", "Service"]
+_ATTEMPT_KINDS: Final[Mapping[AttemptKind, tuple[str, str]]] = {
+    "ConfigMap": ("/api/v1", "configmaps"),
+    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
+    "Service": ("/api/v1", "services"),
+}
+"""What an attempt has besides its Job: the path of each kind's group, and its plural."""
 
 
 class Cluster:
@@ -166,21 +175,36 @@ class Cluster:
 
     async def get_config_map(self, namespace: str, name: str) -> JsonObject | None:
         """Get a ConfigMap by name, or None."""
-        return await self._find(_path("/api/v1", namespace, "configmaps", name))
+        return await self.get_object("ConfigMap", namespace, name)
 
-    async def create_config_map(self, manifest: JsonObject) -> JsonObject:
-        """Create a ConfigMap."""
-        path = _path("/api/v1", manifest["metadata"]["namespace"], "configmaps")
+    async def get_object(self, kind: AttemptKind, namespace: str, name: str) -> JsonObject | None:
+        """Get an object of an attempt by name, or None.
+
+        Args:
+            kind: Its kind.
+            namespace: Its namespace.
+            name: Its name.
+        """
+        group, plural = _ATTEMPT_KINDS[kind]
+        return await self._find(_path(group, namespace, plural, name))
+
+    async def create_object(self, kind: AttemptKind, manifest: JsonObject) -> JsonObject:
+        """Create an object of an attempt."""
+        group, plural = _ATTEMPT_KINDS[kind]
+        path = _path(group, manifest["metadata"]["namespace"], plural)
         return await self._request("POST", path, body=manifest)
 
-    async def get_service(self, namespace: str, name: str) -> JsonObject | None:
-        """Get a Service by name, or None."""
-        return await self._find(_path("/api/v1", namespace, "services", name))
-
-    async def create_service(self, manifest: JsonObject) -> JsonObject:
-        """Create a Service."""
-        path = _path("/api/v1", manifest["metadata"]["namespace"], "services")
-        return await self._request("POST", path, body=manifest)
+    async def delete_object(self, kind: AttemptKind, document: JsonObject) -> None:
+        """Delete this object of an attempt; ignore one that is gone."""
+        metadata, (group, plural) = document["metadata"], _ATTEMPT_KINDS[kind]
+        preconditions = {"preconditions": {"uid": metadata["uid"]}}
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", **preconditions}
+        path = _path(group, metadata["namespace"], plural, metadata["name"])
+        try:
+            await self._request("DELETE", path, body)
+        except ApiError as error:
+            if error.code not in (404, 409):
+                raise
 
     async def warnings_about(self, namespace: str, uid: str) -> list[JsonObject]:
         """List the Warning Events about the object with this uid."""

@@ -29,8 +29,16 @@ WORK: Final = (
     Permission(
         "batch", "jobs", ("get", "list", "watch", "create", "delete"), "one Job for each attempt"
     ),
-    Permission("", "configmaps", ("get", "create"), "the resolved job document of an attempt"),
-    Permission("", "services", ("get", "create"), "DNS names for pods on several nodes"),
+    Permission(
+        "", "configmaps", ("get", "create", "delete"), "the resolved job document of an attempt"
+    ),
+    Permission("", "services", ("get", "create", "delete"), "DNS names for pods on several nodes"),
+    Permission(
+        "networking.k8s.io",
+        "networkpolicies",
+        ("get", "create", "delete"),
+        "who may connect to the pods of an attempt",
+    ),
     Permission(
         "",
         "pods",

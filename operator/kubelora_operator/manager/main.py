@@ -8,11 +8,16 @@ import secrets
 import socket
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import click
+from pydantic import BaseModel, ValidationError
 
+from kubelora_operator.admission.policy import PodPolicy
+from kubelora_operator.attempt.network_policy import NetworkSettings
 from kubelora_operator.manager.options import Options
 
+_Model = TypeVar("_Model", bound=BaseModel)
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -96,6 +101,21 @@ def operator_cli() -> None:
     help="Seconds between two full lists, which find changes that a watch missed.",
 )
 @click.option(
+    "--pod-policy",
+    default="{}",
+    envvar="KUBELORA_POD_POLICY",
+    metavar="JSON",
+    help="What jobs may ask for in their podTemplate: the chart's value podPolicy. Default: its "
+    "defaults.",
+)
+@click.option(
+    "--network-policy",
+    envvar="KUBELORA_NETWORK_POLICY",
+    metavar="JSON",
+    help="Create a NetworkPolicy for each attempt: the chart's value networkPolicy, and the peer "
+    "'operator' that selects the operator's own pods. Default: none is created.",
+)
+@click.option(
     "--log-format",
     type=click.Choice(["json", "plain"]),
     default="json",
@@ -119,6 +139,8 @@ def run(
     metrics_port: int,
     poll_seconds: float,
     resync_seconds: float,
+    pod_policy: str,
+    network_policy: str | None,
     log_format: str,
     log_level: str,
 ) -> None:
@@ -153,9 +175,32 @@ def run(
                 port=metrics_port,
                 poll_seconds=poll_seconds,
                 resync_seconds=resync_seconds,
+                pod_policy=_parse("--pod-policy", PodPolicy, pod_policy),
+                network=_parse("--network-policy", NetworkSettings, network_policy)
+                if network_policy
+                else None,
             )
         )
     )
+
+
+def _parse(option: str, model: type[_Model], text: str) -> _Model:
+    """Parse an option's JSON.
+
+    Args:
+        option: Name of the option.
+        model: Its type.
+        text: Its value.
+
+    Raises:
+        click.UsageError: The value is wrong; the message names the field.
+    """
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(map(str, first["loc"])) or "the JSON"
+        raise click.UsageError(f"{option}: {path}: {first['msg']}") from None
 
 
 def _own_namespace() -> str:

@@ -117,9 +117,10 @@ async def _run_as_leader(
         )
         reconciler = Reconciler(
             SnapshotReader(cluster, reports),
-            PlanApplier(cluster, options.trainer_image, options.identity),
+            PlanApplier(cluster, options.trainer_image, options.identity, options.network),
             metrics,
             poll,
+            policy=options.pod_policy,
         )
         resync = Resync(
             cluster, options.namespaces, tracker, queue.add, options.resync_seconds, time.monotonic

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from kubelora_operator.admission.policy import PodPolicy
+from kubelora_operator.attempt.network_policy import NetworkSettings
+
 
 @dataclass(frozen=True)
 class Options:
@@ -10,6 +13,8 @@ class Options:
     namespaces: Namespaces to watch; empty for all.
     poll_seconds: Seconds between two reads of a running pod's progress.
     resync_seconds: Seconds between two full lists.
+    pod_policy: What jobs may ask for in their podTemplate.
+    network: Who may connect to training pods; None for no NetworkPolicies.
     """
 
     namespaces: tuple[str, ...]
@@ -20,3 +25,5 @@ class Options:
     port: int
     poll_seconds: float
     resync_seconds: float
+    pod_policy: PodPolicy
+    network: NetworkSettings | None

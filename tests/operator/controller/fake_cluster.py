@@ -20,6 +20,7 @@ class FakeCluster:
         self.requests: Counter[str] = Counter()
         self.jobs: dict[str, JsonObject] = {}
         self.children: dict[str, JsonObject] = {}
+        self.objects: dict[tuple[str, str], JsonObject] = {}
         self.pods: dict[str, list[JsonObject]] = {}
         self.version = 0
         self.echo: Callable[[str], None] = lambda name: None
@@ -73,8 +74,20 @@ class FakeCluster:
     async def get_config_map(self, namespace: str, name: str) -> JsonObject | None:
         return None
 
-    async def get_service(self, namespace: str, name: str) -> JsonObject | None:
-        return None
+    async def get_object(self, kind: str, namespace: str, name: str) -> JsonObject | None:
+        return self.objects.get((kind, name))
+
+    async def create_object(self, kind: str, manifest: JsonObject) -> JsonObject:
+        name = manifest["metadata"]["name"]
+        if (kind, name) in self.objects:
+            raise ApiError(409, "AlreadyExists", f"{kind} {name} exists")
+        uid = {"uid": f"{kind}-{name}"}
+        stored = manifest | {"metadata": manifest["metadata"] | uid}
+        return self.objects.setdefault((kind, name), stored)
+
+    async def delete_object(self, kind: str, document: JsonObject) -> None:
+        self._count("delete_object", document)
+        del self.objects[kind, document["metadata"]["name"]]
 
     async def warnings_about(self, namespace: str, uid: str) -> list[JsonObject]:
         return []
@@ -94,12 +107,6 @@ class FakeCluster:
         found = self.jobs.get(job["metadata"]["name"])
         if found and found["metadata"]["resourceVersion"] == job["metadata"]["resourceVersion"]:
             del self.jobs[job["metadata"]["name"]]
-
-    async def create_config_map(self, manifest: JsonObject) -> JsonObject:
-        return manifest
-
-    async def create_service(self, manifest: JsonObject) -> JsonObject:
-        return manifest
 
     async def create_child(self, manifest: JsonObject) -> JsonObject:
         self._count("create_child", manifest)

@@ -26,3 +26,18 @@ def test_no_cluster_is_a_sentence_and_not_a_traceback(monkeypatch: pytest.Monkey
         operator_cli, ["run", "--trainer-image", "t", "--metrics-port", "0"]
     )
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "field"),
+    [
+        ("--pod-policy", '{"maxScratch": "much"}', "maxScratch"),
+        ("--pod-policy", '{"images": "all"}', "images"),
+        ("--pod-policy", "images", "the JSON"),
+        ("--network-policy", "{}", "operator"),
+    ],
+)
+def test_a_wrong_policy_is_a_sentence_with_its_field(option: str, text: str, field: str) -> None:
+    result = CliRunner().invoke(operator_cli, ["run", "--trainer-image", "t", option, text])
+    assert result.exit_code == 2
+    assert f"{option}: {field}: " in result.output

@@ -1,0 +1,1 @@
+"""Admission of a job: what its pods may ask for on this cluster."""
