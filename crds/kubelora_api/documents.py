@@ -55,7 +55,8 @@ def parse_job(document: object, *, local: bool = False) -> LoraTrainingJob:
         )
     _refuse_other_kinds(document)
     try:
-        job = LoraTrainingJob.model_validate(_without_nulls(document))
+        # Only the names that the API server knows: it prunes or refuses learning_rate.
+        job = LoraTrainingJob.model_validate(_without_nulls(document), by_alias=True, by_name=False)
     except ValidationError as error:
         raise InvalidDocumentError(_problems_of(error)) from None
     problems = list(_broken_rules(job, "", local))
@@ -180,7 +181,7 @@ def _sentence_of(detail: ErrorDetails) -> str:
         case "bool_type":
             return f"must be true or false, found {found}"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"must be a mapping of fields, found {found}"
+            return f"must be a mapping of fields, found {found}{_as_mapping(detail)}"
         case "list_type":
             return f"must be a list, found {found}"
         case _:
@@ -189,12 +190,29 @@ def _sentence_of(detail: ErrorDetails) -> str:
 
 def _suggestion(location: tuple[int | str, ...]) -> str:
     """Suggest the field of the same group that was meant, or list its fields."""
-    model: type[BaseModel] = LoraTrainingJob
-    for part in location[:-1]:
-        if isinstance(part, int):
-            continue
-        below = field_names(model).get(part)
-        if below is None:
-            return ""
-        model = below
-    return unknown_in(model, str(location[-1]))
+    model = _model_at(location[:-1])
+    return unknown_in(model, str(location[-1])) if model else ""
+
+
+def _model_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """Return the group at a location; None where no model describes it."""
+    model: type[BaseModel] | None = LoraTrainingJob
+    for part in location:
+        if model is not None and not isinstance(part, int):
+            model = field_names(model).get(part)
+    return model
+
+
+def _as_mapping(detail: ErrorDetails) -> str:
+    """Show how to write a scalar where a mapping is expected: in the first field that takes it."""
+    value, model = detail.get("input"), _model_at(detail["loc"])
+    if model is None or "env" in detail["loc"] or not isinstance(value, str | int | float):
+        return ""
+    for name in field_names(model):
+        try:
+            model.model_validate({name: value}, by_alias=True, by_name=False)
+        except ValidationError as error:
+            if any(one["loc"][:1] == (name,) for one in error.errors(include_url=False)):
+                continue
+        return f"; write {{{name}: {value if isinstance(value, str) else json.dumps(value)}}}"
+    return ""

@@ -5,11 +5,12 @@ For a path that does not exist the intended one is suggested: the group may be m
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pydantic import BaseModel
 
 from kubelora_api.job import LoraTrainingJob
+from kubelora_api.peer_names import peer_answer
 from kubelora_api.schema import model_below
 from kubelora_api.suggestions import nearest, suggestion
 
@@ -41,7 +42,8 @@ def wrong_path(path: str) -> str | None:
             return None
         known = field_names(model)
         if part not in known:
-            return f"{done + part} is not a field{_meant(bare) or suggestion(part, known)}"
+            meant = _own_spelling(part, known) or peer_answer(part) or _meant(bare)
+            return f"{done + part} is not a field{meant or suggestion(part, known)}"
         model, done = known[part], f"{done}{part}."
     return None
 
@@ -62,9 +64,18 @@ def _meant(path: str) -> str:
     return f"; did you mean {' or '.join(repr(one) for one in meant[:3])}?" if meant else ""
 
 
+def _own_spelling(name: str, known: Iterable[str]) -> str | None:
+    """Suggest the field of the group that differs from ``name`` in its case or ``_`` alone."""
+    letters = name.replace("_", "").replace("-", "").casefold()
+    same = next((one for one in known if one.casefold() == letters), None)
+    return f"; did you mean {same!r}?" if same else None
+
+
 def unknown_in(model: type[BaseModel], name: str) -> str:
     """Suggest what was meant by a field that ``model`` does not have."""
     known = field_names(model)
+    if answer := _own_spelling(name, known) or peer_answer(name):
+        return answer
     elsewhere = [one for one in field_paths() if one.endswith(f".{name}")]
     if nearest(name, known) is None and elsewhere:
         return f"; it belongs at {' or '.join(repr(one) for one in elsewhere[:3])}"

@@ -80,7 +80,7 @@ def test_every_field_has_its_path_and_none_is_wrong() -> None:
         ),
         ("spec/tracking", {"trackers": ["tensorbord"]}, "did you mean 'tensorboard'?"),
         ("spec/training/rank", 8, "unknown field; it belongs at 'spec.adapter.rank'"),
-        ("spec/training/lr", 1, "unknown field; known here: steps, epochs, batchSize, "),
+        ("spec/training/zz", 1, "unknown field; known here: steps, epochs, batchSize, "),
     ],
 )
 def test_a_wrong_name_in_a_document_is_answered_with_the_right_one(
