@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import statistics
 import time
-from datetime import timedelta
 from functools import partial
 from typing import Final, cast
 
@@ -43,35 +42,34 @@ async def run_round(jobs: int, hostile: int) -> list[float]:
         jobs: Jobs that the other tenant creates, one after the other.
         hostile: Running jobs whose pods never answer, in a namespace of their own.
     """
+    queue: WorkQueue[JobKey] = WorkQueue(time.monotonic)
     cluster = FakeCluster()
+    cluster.connect(lambda key, urgent: queue.add(key, urgent=urgent))
     created = asyncio.Event()
 
     def on_request(verb: str, body: JsonObject) -> None:
         if verb == "create_child":
             created.set()
 
-    queue: WorkQueue[JobKey] = WorkQueue(time.monotonic)
     async with SilentPods(hostile) as pods, aiohttp.ClientSession(trust_env=False) as session:
         pool = ReportPool(partial(fetch_report, session), queue.add, _POLL, time.monotonic)
-        api, poll = cast(Cluster, cluster), timedelta(seconds=_POLL)
+        api = cast(Cluster, cluster)
         reconciler = Reconciler(
-            SnapshotReader(api, pool),
-            PlanApplier(api, "trainer:bench", "bench"),
+            SnapshotReader(api, cluster.store, pool),
+            PlanApplier(api, cluster.store, "trainer:bench", "bench"),
             OperatorMetrics(CollectorRegistry()),
-            poll,
+            lambda: _POLL,
         )
         workers = [asyncio.create_task(reconciler.work(queue)) for _ in range(_WORKERS)]
         for number, address in enumerate(pods.addresses):
-            cluster.add_running_job(f"hostile-{number}", address)
-            queue.add(("hostile", f"hostile-{number}"))
+            cluster.add_running_job(f"hostile-{number}", address, "hostile")
         await asyncio.sleep(1.0)  # the hostile jobs have been looked at and their pods asked
         cluster.fault = on_request
         seconds = []
         for number in range(jobs):
-            cluster.add_job(f"other-{number}")
             began = time.monotonic()
             created.clear()
-            queue.add(("other", f"other-{number}"))
+            cluster.add_job(f"other-{number}", "other")
             await created.wait()
             seconds.append(time.monotonic() - began)
             await asyncio.sleep(0.02)

@@ -54,6 +54,7 @@ def start(cluster: Path, namespace: str, shell_image: str, tmp_path: Path) -> It
                 *(sys.executable, "-m", "kubelora_operator.manager.main", "run", "-n", namespace),
                 *("--trainer-image", shell_image, "--lease-namespace", namespace),
                 *("--identity", identity, "--metrics-port", "0", "--poll-seconds", "2"),
+                *("--progress-seconds", "2"),
             ],
             env=os.environ | {"KUBECONFIG": str(cluster)},
             stderr=log,

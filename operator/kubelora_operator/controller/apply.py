@@ -25,7 +25,10 @@ from kubelora_operator.attempt.manifests import (
 )
 from kubelora_operator.attempt.network_policy import NetworkSettings, build_network_policy
 from kubelora_operator.controller.convert import owned_by
-from kubelora_operator.controller.snapshot_reader import FetchedJob, parse_status
+from kubelora_operator.controller.object_store import ObjectStore
+from kubelora_operator.controller.parsing import parse_status
+from kubelora_operator.controller.snapshot_reader import FetchedJob
+from kubelora_operator.controller.trim import Kind
 from kubelora_operator.decision.conditions import format_time, truncate_message
 from kubelora_operator.decision.decide import KEPT_ATTEMPTS
 from kubelora_operator.decision.plan import JobEvent, ReconcilePlan
@@ -63,7 +66,7 @@ class ApplyResult:
 
 
 class PlanApplier:
-    """Applies plans.
+    """Applies plans; the API server's answers go into the store.
 
     trainer_image: Image for jobs that do not set one.
     network: Settings for the NetworkPolicy of an attempt; None for no NetworkPolicy.
@@ -72,21 +75,26 @@ class PlanApplier:
     def __init__(
         self,
         cluster: Cluster,
+        store: ObjectStore,
         trainer_image: str,
         identity: str,
         network: NetworkSettings | None = None,
     ) -> None:
-        self._cluster, self._image, self._identity = cluster, trainer_image, identity
+        self._cluster, self._store = cluster, store
+        self._image, self._identity = trainer_image, identity
         self._network = network
         self._counts: OrderedDict[str, int] = OrderedDict()
 
-    async def apply(self, fetched: FetchedJob, plan: ReconcilePlan, now: datetime) -> ApplyResult:
+    async def apply(
+        self, fetched: FetchedJob, plan: ReconcilePlan, now: datetime, *, hold: bool = False
+    ) -> ApplyResult:
         """Apply the plan.
 
         Args:
             fetched: The job that the plan was made for.
             plan: The changes to make.
             now: Time recorded in Events.
+            hold: Whether the change of the status can wait for a later write.
 
         Returns:
             The job as last written, and why its children were rejected, if they were.
@@ -101,7 +109,7 @@ class PlanApplier:
         # resourceVersion proves that the snapshot is current. The server stores nothing then.
         deletes = plan.delete or plan.force_delete or plan.delete_job
         acts = plan.create is not None or deletes
-        if acts or plan.status != parse_status(document):
+        if acts or (not hold and plan.status != snapshot.status):
             document = await self._write_status(document, plan)
         await self._delete(snapshot, plan, now)
         if plan.delete_job:
@@ -114,9 +122,8 @@ class PlanApplier:
         return ApplyResult(document, rejection)
 
     async def _write_status(self, document: JsonObject, plan: ReconcilePlan) -> JsonObject:
-        body = document | {"status": plan.status.document()}
         try:
-            return await self._cluster.put_status(body)
+            return await self._put(document, plan.status)
         except ApiError as error:
             if error.code in (404, 409):
                 raise StaleSnapshotError(error.message) from error
@@ -124,7 +131,12 @@ class PlanApplier:
             if error.code not in (400, 422) or plain == plan.status:
                 raise
             log.warning("status refused, writing it without the pods' reports: %s", error)
-        return await self._cluster.put_status(document | {"status": plain.document()})
+        return await self._put(document, plain)
+
+    async def _put(self, document: JsonObject, status: JobStatus) -> JsonObject:
+        answer = await self._cluster.put_status(document | {"status": status.document()})
+        self._store.record(Kind.JOB, answer)
+        return answer
 
     async def _delete(self, snapshot: Snapshot, plan: ReconcilePlan, now: datetime) -> None:
         """Delete Jobs and pods; a refusal is an Event, and the queue retries."""
@@ -162,16 +174,20 @@ class PlanApplier:
         """Create the attempt's objects, the Job last; existing ones are left unchanged."""
         assert fetched.job is not None
         snapshot, cluster = fetched.snapshot, self._cluster
-        child = build_job(fetched.job, attempt, self._image)
+        child = build_job(fetched.job, attempt, self._image, status.avoided_nodes)
         try:
             await self._delete_obsolete(snapshot, attempt)
             for manifest in self._manifests(fetched.job, attempt):
                 create = partial(cluster.create_object, manifest["kind"])
                 get = partial(cluster.get_object, manifest["kind"])
-                if not await _ensure_owned(manifest, create, get, snapshot):
+                found = await _ensure(manifest, create, get)
+                if found and not owned_by(found, snapshot.uid):
                     return _name_taken(manifest["kind"], manifest["metadata"]["name"])
-            if not await _ensure_owned(child, cluster.create_child, cluster.get_child, snapshot):
+            found = await _ensure(child, cluster.create_child, cluster.get_child)
+            if found and not owned_by(found, snapshot.uid):
                 return _name_taken("Job", child["metadata"]["name"])
+            if found:
+                self._store.record(Kind.CHILD, found)
         except ApiError as error:
             if error.code not in _REJECTED_CODES:
                 raise
@@ -264,18 +280,14 @@ def without_reports(status: JobStatus, old: JobStatus) -> JobStatus:
     return status.model_copy(update={name: getattr(old, name) for name in reported})
 
 
-async def _ensure_owned(
-    manifest: JsonObject, create: _Create, get: _Get, snapshot: Snapshot
-) -> bool:
-    """Create the object; return whether the object of that name now belongs to the job."""
+async def _ensure(manifest: JsonObject, create: _Create, get: _Get) -> JsonObject | None:
+    """Create the object; return what has its name now, None if that is already gone again."""
     try:
-        await create(manifest)
-        return True
+        return await create(manifest)
     except ApiError as error:
         if error.reason != "AlreadyExists":
             raise
-    found = await get(snapshot.namespace, manifest["metadata"]["name"])
-    return found is None or owned_by(found, snapshot.uid)
+    return await get(manifest["metadata"]["namespace"], manifest["metadata"]["name"])
 
 
 def _name_taken(kind: str, name: str) -> Explanation:

@@ -8,11 +8,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from kubelora_api import names
+from kubelora_api.schema import JsonObject
 from kubelora_operator.admission.check import refusals_of
 from kubelora_operator.admission.policy import DEFAULT_POLICY, PodPolicy
 from kubelora_operator.controller.apply import PlanApplier, StaleSnapshotError
 from kubelora_operator.controller.create_pacer import CreatePacer, Creation
-from kubelora_operator.controller.snapshot_reader import FetchedJob, SnapshotReader, parse_status
+from kubelora_operator.controller.parsing import parse_status
+from kubelora_operator.controller.snapshot_reader import FetchedJob, SnapshotReader
+from kubelora_operator.controller.status_pacer import StatusPacer
 from kubelora_operator.controller.workqueue import WorkQueue
 from kubelora_operator.decision.decide import decide
 from kubelora_operator.decision.snapshot import Explanation, JobKey
@@ -27,27 +30,36 @@ _LONGEST_REJECTED: Final = 300.0
 """Seconds: a refusal lasts until somebody changes a policy, a quota or the spec."""
 
 
+_AFTER_CREATE: Final = 5.0
+"""Seconds: the events of the new Job and its pods come earlier, unless none can be created."""
+
+
 def utc_now() -> datetime:
     """Return the current time in whole seconds, as conditions record it."""
     return datetime.now(UTC).replace(microsecond=0)
 
 
 class Reconciler:
-    """Reconciles jobs, one at a time per worker."""
+    """Reconciles jobs, one at a time per worker.
+
+    poll: Returns the seconds between two reads of a running pod's progress.
+    progress_seconds: Seconds between two writes of a job's progress.
+    """
 
     def __init__(
         self,
         reader: SnapshotReader,
         applier: PlanApplier,
         metrics: OperatorMetrics,
-        poll: timedelta,
+        poll: Callable[[], float],
+        progress_seconds: float = 30.0,
         now: Callable[[], datetime] = utc_now,
         clock: Callable[[], float] = time.monotonic,
         policy: PodPolicy = DEFAULT_POLICY,
     ) -> None:
         self._reader, self._applier, self._metrics = reader, applier, metrics
         self._poll, self._now, self._policy = poll, now, policy
-        self._creates = CreatePacer(clock)
+        self._creates, self._pacer = CreatePacer(clock), StatusPacer(progress_seconds, clock)
 
     async def work(self, queue: WorkQueue[JobKey]) -> None:
         """Process jobs from the queue forever. No failure of a job ends a worker."""
@@ -64,6 +76,7 @@ class Reconciler:
         try:
             requeue_after, rejected = await self._reconcile(key)
         except StaleSnapshotError as error:
+            await self._refresh(key)
             delay = queue.failed(key, first=_FIRST_CONFLICT)
             log.debug("the snapshot was stale, reconciling again in %.1f s: %s", delay, error)
             return "stale"
@@ -84,28 +97,32 @@ class Reconciler:
 
     async def _reconcile(self, key: JobKey) -> tuple[float | None, Explanation | None]:
         """Reconcile once; return the seconds until the next time, and a rejection if any."""
-        now = self._now()
+        if not self._reader.ready(key[0]):
+            return None, None  # the first complete lists make the job due
+        now, poll = self._now(), timedelta(seconds=self._poll())
         fetched = await self._reader.read(*key, now)
         if fetched is None:
-            self._metrics.remove_job(key)
-            self._creates.forget(key)
+            self._forget(key)
             return None, None
         if fetched.job is not None:
             refusals = refusals_of(fetched.job, self._policy)
             fetched = replace(fetched, snapshot=replace(fetched.snapshot, refusals=refusals))
-        plan = decide(fetched.snapshot, now, self._poll)
+        plan = decide(fetched.snapshot, now, poll)
         wait = 0.0
         if plan.create is not None:
             wait = self._creates.wait(key, _creation(fetched, plan.create))
             plan = replace(plan, create=None) if wait > 0 else plan
+        held = self._pacer.wait(key, fetched.snapshot.status, plan.status)
         with job_log_context(*key, plan.status.attempt):
             for event in plan.events:
                 log.info("%s: %s", event.reason, event.message)
-            outcome = await self._applier.apply(fetched, plan, now)
+            outcome = await self._applier.apply(fetched, plan, now, hold=held > 0)
             self._metrics.set_job(
                 key, plan.status, fetched.snapshot.spec, _acknowledgement(fetched)
             )
-            self._reader.acknowledge(fetched.snapshot)
+            if held == 0 or outcome.document is not fetched.document:
+                self._reader.acknowledge(fetched.snapshot)
+            self._pace(key, fetched, outcome.document, plan.status.completion_time)
             if outcome.rejection:
                 await self._record_rejection(fetched, outcome.document, outcome.rejection, now)
                 return None, outcome.rejection
@@ -113,19 +130,43 @@ class Reconciler:
             return wait, None
         if plan.create is not None:
             self._creates.record(key, _creation(fetched, plan.create))
-            return 0.0, None  # at once, to record the child's uid in the status
-        return plan.requeue_after.total_seconds() if plan.requeue_after is not None else None, None
+            return _AFTER_CREATE, None
+        due = plan.requeue_after.total_seconds() if plan.requeue_after is not None else None
+        return min(
+            (s for s in (due, fetched.look_again, held or None) if s is not None), default=None
+        ), None
+
+    async def _refresh(self, key: JobKey) -> None:
+        """Read a stale job from the API server, in case the watch that should bring it is late."""
+        try:
+            await self._reader.refresh(key)
+        except ApiError as error:
+            log.warning("failed to read a job whose snapshot was stale: %s", error)
+
+    def _pace(
+        self, key: JobKey, fetched: FetchedJob, document: JsonObject, finished: str | None
+    ) -> None:
+        if finished:
+            self._pacer.forget(key)
+        elif document is not fetched.document:
+            self._pacer.record(key)
+
+    def _forget(self, key: JobKey) -> None:
+        self._metrics.remove_job(key)
+        self._creates.forget(key)
+        self._pacer.forget(key)
 
     async def _record_rejection(
         self,
         fetched: FetchedJob,
-        document: dict[str, object],
+        document: JsonObject,
         explanation: Explanation,
         now: datetime,
     ) -> None:
         """Record in the status why the API server rejected the children, and create nothing."""
         snapshot = replace(fetched.snapshot, status=parse_status(document), rejection=explanation)
-        plan = replace(decide(snapshot, now, self._poll), create=None, delete=())
+        poll = timedelta(seconds=self._poll())
+        plan = replace(decide(snapshot, now, poll), create=None, delete=())
         await self._applier.apply(replace(fetched, snapshot=snapshot, document=document), plan, now)
 
 

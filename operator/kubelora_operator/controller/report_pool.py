@@ -19,6 +19,8 @@ IN_FLIGHT_PER_NAMESPACE: Final = 4
 """A namespace whose pods never answer then takes a sixteenth of `IN_FLIGHT`."""
 IN_FLIGHT: Final = 64
 """Below the 100 connections that the HTTP client opens at most."""
+REQUESTS_PER_SECOND: Final = 20.0
+"""Requests to all pods: 1,000 running pods are each asked every 50 s."""
 LONGEST_REPORT_BACKOFF: Final = 60.0
 """Seconds between two requests to a pod that does not answer."""
 _JITTER: Final = 0.25
@@ -59,11 +61,16 @@ class ReportPool:
         clock: Callable[[], float],
         random_part: Callable[[], float] = random.random,
     ) -> None:
-        self._fetch, self._answered, self._poll = fetch, answered, poll_seconds
+        self._fetch, self._answered, self._least = fetch, answered, poll_seconds
         self._clock, self._random_part = clock, random_part
         self._entries: dict[JobKey, _Entry] = {}
         self._waiting: dict[str, deque[tuple[JobKey, _Entry]]] = {}
         self._in_flight: dict[str, int] = {}
+
+    @property
+    def poll_seconds(self) -> float:
+        """Interval between two requests to a pod, which grows with the number of pods."""
+        return max(self._least, len(self._entries) / REQUESTS_PER_SECOND)
 
     def read(self, key: JobKey, run_id: str, pod: TrainerPod) -> Report | None:
         """Return the answer that is not in the status yet, and request the next if it is due.
@@ -79,7 +86,7 @@ class ReportPool:
             entry = self._entries[key] = _Entry(pod, run_id, self._clock())
         elif pod.ready and not entry.pod.ready:
             # A model takes minutes to load: its first report does not wait for a long backoff.
-            entry.due_at, entry.failures = min(entry.due_at, self._clock() + self._poll), 0
+            entry.due_at, entry.failures = min(entry.due_at, self._clock() + self.poll_seconds), 0
         entry.pod = pod
         if not entry.pending and self._clock() >= entry.due_at:
             entry.pending = True
@@ -154,9 +161,9 @@ class ReportPool:
     def _delay(self, failures: int) -> float:
         if failures <= 1:
             # One second less, because a look comes at the interval or slightly before it.
-            return max(self._poll - 1.0, self._poll / 2)
-        longest = max(LONGEST_REPORT_BACKOFF, self._poll)
-        delay: float = min(self._poll * 2.0 ** min(failures - 1, 32), longest)
+            return max(self.poll_seconds - 1.0, self.poll_seconds / 2)
+        longest = max(LONGEST_REPORT_BACKOFF, self.poll_seconds)
+        delay: float = min(self.poll_seconds * 2.0 ** min(failures - 1, 32), longest)
         return delay * (1 - _JITTER * self._random_part())
 
     def _ended(self, namespace: str) -> None:

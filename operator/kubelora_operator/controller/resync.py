@@ -1,106 +1,100 @@
-"""A periodic full list that finds changes the watches missed and detects a broken watch.
+"""A periodic list of all watched objects' versions, which finds changes that the watches missed.
 
-A watch can lose a deletion (after 410 Gone there is no DELETED event) or stop sending events, and
-that goes unnoticed because bookmarks never reach a handler. So each list is compared with the
-watch events. Jobs that differ are reconciled again; if an event is still missing after a grace
-period, the operator reports itself unhealthy.
+A watch can lose a deletion or stop sending events. A source whose list differs from the store is
+listed and watched again from the start, which brings every change and removes what is gone. One
+refused kind or namespace affects no other.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Final
 
+from kubelora_operator.controller.object_store import ObjectStore, Source, is_newer
+from kubelora_operator.controller.trim import Kind
+from kubelora_operator.controller.watch_health import WatchHealth
 from kubelora_operator.decision.snapshot import JobKey
 from kubelora_operator.kube.client import ApiError, Cluster
 
 log = logging.getLogger(__name__)
-GRACE: Final = 30.0
-"""Seconds that a watch may lag behind a list before the operator is unhealthy."""
-
-
-@dataclass(frozen=True)
-class _Observed:
-    version: str
-    at: float
-
-
-class WatchTracker:
-    """The state of each job in watch events and lists. Times are monotonic seconds."""
-
-    def __init__(self) -> None:
-        self._observed: dict[JobKey, _Observed] = {}
-        self._missed: dict[JobKey, float] = {}
-
-    def record(self, key: JobKey, version: str, now: float) -> None:
-        """Record a watch event of the job.
-
-        Args:
-            key: Namespace and name of the job.
-            version: Its resourceVersion.
-            now: When the event arrived.
-        """
-        self._observed[key] = _Observed(version, now)
-        self._missed.pop(key, None)
-
-    def compare(self, listed: dict[JobKey, str], began: float) -> set[JobKey]:
-        """Return the jobs whose list entry and last watch event differ, to reconcile them again.
-
-        Args:
-            listed: resourceVersion of each listed job.
-            began: When the list was requested; later watch events are newer than the list.
-        """
-        suspects: set[JobKey] = set()
-        for key, version in listed.items():
-            observed = self._observed.get(key)
-            if observed is None or (observed.version != version and observed.at < began):
-                suspects.add(key)
-                self._missed.setdefault(key, began)
-            else:
-                self._missed.pop(key, None)
-        for key in [k for k, h in self._observed.items() if k not in listed and h.at < began]:
-            suspects.add(key)
-            del self._observed[key]
-            self._missed.pop(key, None)
-        return suspects
-
-    def overdue(self, now: float) -> list[JobKey]:
-        """Return the jobs whose change a list found but no watch reported within the grace."""
-        return [key for key, since in self._missed.items() if now - since > GRACE]
+LAG: Final = 5.0
+"""Seconds that an event may arrive after a list that has it already."""
 
 
 class Resync:
-    """Lists all jobs of the given namespaces (of all if none is given) every ``seconds``."""
+    """Lists every source each ``seconds``. ``restart`` lists and watches a source again."""
 
     def __init__(
         self,
         cluster: Cluster,
-        namespaces: Sequence[str],
-        tracker: WatchTracker,
-        enqueue: Callable[[JobKey], None],
+        store: ObjectStore,
+        sources: list[Source],
+        health: WatchHealth,
+        restart: Callable[[Source], None],
         seconds: float,
         clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._cluster, self._namespaces, self._tracker = cluster, namespaces, tracker
-        self._enqueue, self._seconds, self._clock = enqueue, seconds, clock
+        self._cluster, self._store, self._sources = cluster, store, sources
+        self._health, self._restart, self._seconds = health, restart, seconds
+        self._clock, self._sleep = clock, sleep
 
     async def run(self) -> None:
         """List forever; a failed list is retried after the next interval."""
         while True:
-            await asyncio.sleep(self._seconds)
-            try:
-                await self.run_once()
-            except ApiError as error:
-                log.warning("periodic list failed: %s", error)
+            await self._sleep(self._seconds)
+            await self.run_once()
 
     async def run_once(self) -> None:
-        """List once and compare with the watch events."""
+        """List every source once; restart the watches that missed a change."""
+        for source in self._sources:
+            try:
+                missed = await self._missed(source)
+            except ApiError as error:
+                self._health.failed(source, str(error))
+                log.warning("periodic list of %s failed: %s", source, error)
+                continue
+            self._health.listed(source)
+            self._health.compared(source, len(missed))
+            if missed:
+                example = "/".join(min(missed))
+                log.warning(
+                    "the watch of %s missed changes of %d objects, such as %s; listing it again",
+                    source,
+                    len(missed),
+                    example,
+                )
+                self._restart(source)
+
+    async def _missed(self, source: Source) -> set[JobKey]:
         began = self._clock()
-        listed: dict[JobKey, str] = {}
-        for namespace in self._namespaces or (None,):
-            async for job in self._cluster.list_jobs(namespace):
-                metadata = job["metadata"]
-                listed[metadata["namespace"], metadata["name"]] = metadata["resourceVersion"]
-        for key in self._tracker.compare(listed, began):
-            self._enqueue(key)
+        listed = await self._cluster.list_versions(
+            source.kind is Kind.JOB, source.kind.value, source.namespace
+        )
+        suspects = _differences(listed, self._store, source, began)
+        if suspects:
+            await self._sleep(LAG)
+            suspects &= _differences(listed, self._store, source, began)
+        return suspects
+
+
+def _differences(
+    listed: dict[JobKey, tuple[str, str]], store: ObjectStore, source: Source, began: float
+) -> set[JobKey]:
+    """Return the objects of which the store knows less than the list.
+
+    Args:
+        listed: uid and resourceVersion of each listed object.
+        store: The store.
+        source: The source that was listed.
+        began: When the list was requested; what was stored since is newer.
+    """
+    stored = store.versions(source)
+    lost = {
+        key
+        for key, (uid, version) in listed.items()
+        if (key not in stored and not store.was_deleted(uid))
+        or (key in stored and is_newer(version, stored[key][1]))
+    }
+    ghosts = {key for key, (_, _, at) in stored.items() if key not in listed and at < began}
+    return lost | ghosts

@@ -1,17 +1,15 @@
 """The reader of a job's snapshot: its resource, its Jobs and pods, and the pods' own reports.
 
-The only module that reads the cluster for a decision. Everything is fetched again each time, so the
-operator holds no state that a restart could lose; only a pod's report is what the pool heard last.
+The only module that reads for a decision. It reads from the store that the watches feed; the API
+server is asked only to confirm what a watch may have missed, before anything is called gone.
 """
 
-import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
-from pydantic import ValidationError
-
-from kubelora_api.documents import InvalidDocumentError, parse_job
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.schema import JsonObject
 from kubelora_api.status import JobStatus
@@ -21,9 +19,12 @@ from kubelora_operator.controller.convert import (
     node_state_from,
     owned_by,
     pod_from,
-    warning_from,
 )
+from kubelora_operator.controller.object_store import ObjectStore
+from kubelora_operator.controller.parsing import ParsedJobs
 from kubelora_operator.controller.report_pool import Report, ReportPool
+from kubelora_operator.controller.trim import Kind, family_of
+from kubelora_operator.controller.warnings import Warnings
 from kubelora_operator.decision.conditions import (
     COMPLETE,
     FAILED,
@@ -32,7 +33,7 @@ from kubelora_operator.decision.conditions import (
 )
 from kubelora_operator.decision.snapshot import (
     Child,
-    Explanation,
+    JobKey,
     NodeState,
     Snapshot,
     TrainerPod,
@@ -50,18 +51,39 @@ class FetchedJob:
     """A job's snapshot, with the documents needed to apply a plan.
 
     job: None if the resource is invalid.
+    look_again: Seconds after which to ask for the cluster's warnings, if the job waits for them.
     """
 
     snapshot: Snapshot
     document: JsonObject
     job: LoraTrainingJob | None
+    look_again: float | None = None
 
 
 class SnapshotReader:
-    """Reads the cluster, and what the pods have reported."""
+    """Reads the store, and what the pods have reported."""
 
-    def __init__(self, cluster: Cluster, reports: ReportPool) -> None:
-        self._cluster, self._reports = cluster, reports
+    def __init__(
+        self,
+        cluster: Cluster,
+        store: ObjectStore,
+        reports: ReportPool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster, self._store, self._reports = cluster, store, reports
+        self._parsed, self._warnings = ParsedJobs(), Warnings(cluster, clock)
+
+    def ready(self, namespace: str) -> bool:
+        """Return whether the store has everything for a decision in this namespace."""
+        return self._store.synced(namespace)
+
+    async def refresh(self, key: JobKey) -> None:
+        """Replace a job in the store that has turned out to be stale by the API server's."""
+        document = await self._cluster.get_job(*key)
+        if document is None:
+            self._store.discard(Kind.JOB, key)
+        else:
+            self._store.record(Kind.JOB, document)
 
     async def read(self, namespace: str, name: str, now: datetime) -> FetchedJob | None:
         """Read everything about a job; None if it does not exist.
@@ -71,16 +93,16 @@ class SnapshotReader:
             name: Name of the job.
             now: Current time, to judge the age of reports and warnings.
         """
-        document = await self._cluster.get_job(namespace, name)
+        document = self._store.get_job(namespace, name)
         if document is None:
             self._reports.forget((namespace, name))
+            self._warnings.forget((namespace, name))
             return None
         uid = str(document["metadata"]["uid"])
-        raw_children, raw_pods = await asyncio.gather(
-            self._cluster.children_of(namespace, uid), self._cluster.pods_of(namespace, uid)
-        )
-        job, problems = parse_resource(document)
-        status = parse_status(document)
+        raw_children = self._store.children_of(namespace, uid)
+        raw_pods = self._store.pods_of(namespace, family_of(child_name(name, uid, 1)))
+        parsed = self._parsed.parse(document)
+        job, status = parsed.job, parsed.status
         children = tuple(c for d in raw_children if (c := child_from(d, name, uid)))
         children += await self._unlisted(namespace, name, uid, status, children)
         owners = frozenset(c.uid for c in children) | (
@@ -97,18 +119,19 @@ class SnapshotReader:
             spec=job.spec if job else None,
             suspend=_suspend(document),
             status=status,
-            status_problems=status_problems(document),
-            problems=problems,
+            status_problems=parsed.status_problems,
+            problems=parsed.problems,
             deleting="deletionTimestamp" in document["metadata"],
             children=children,
             pods=pods,
             config_map_attempts=await self._anchors(namespace, name, uid)
-            if status.attempt == 0
+            if status.attempt == 0 and not self._store.is_new(uid)
             else frozenset(),
         )
         snapshot = replace(snapshot, pods=await self._with_nodes(pods, now))
         snapshot = replace(snapshot, report=self._report(snapshot))
-        return FetchedJob(await self._with_warning(snapshot, now), document, job)
+        snapshot, look_again = await self._with_warning(snapshot, now)
+        return FetchedJob(snapshot, document, job, look_again)
 
     def acknowledge(self, snapshot: Snapshot) -> None:
         """Mark the snapshot's report as recorded; until then it is read again."""
@@ -118,7 +141,8 @@ class SnapshotReader:
     async def _anchors(self, namespace: str, name: str, uid: str) -> frozenset[int]:
         """Return the attempts whose ConfigMap exists, counted from 1.
 
-        They survive when the status is lost.
+        They survive when the status is lost. A job that was created under this watch and has had
+        no status since lost none, so it is not asked for.
         """
         found: set[int] = set()
         while True:
@@ -138,17 +162,17 @@ class SnapshotReader:
         status: JobStatus,
         listed: tuple[Child, ...],
     ) -> tuple[Child, ...]:
-        """Return the current attempt's Job if the list lacks it although it exists.
+        """Return the current attempt's Job if the store lacks it although it exists.
 
-        The list is selected by labels, which anyone can change; only the name shows that the Job is
-        gone.
+        The watch selects by labels, which anyone can change, and may have missed an event; only the
+        name shows that the Job is gone.
 
         Args:
             namespace: Namespace of the job.
             name: Name of the job.
             uid: Its uid.
             status: Its status.
-            listed: The Jobs that were found by their labels.
+            listed: The Jobs in the store.
         """
         attempt = status.attempt
         ended = any(c.status == "True" and c.type in _ENDED for c in status.conditions)
@@ -179,23 +203,23 @@ class SnapshotReader:
                 raise
             return NodeState(None, f"the operator has no right to read its node {name}")
 
-    async def _with_warning(self, snapshot: Snapshot, now: datetime) -> Snapshot:
-        """Add the cluster's warning about a pod that does not start."""
-        child = _running_child(snapshot)
-        if child is None:
-            return snapshot
-        if not snapshot.pods_of(child.attempt):
-            explanation = await self._warning(snapshot.namespace, child.uid, "PodNotCreated", now)
-            return replace(snapshot, rejection=explanation) if explanation else snapshot
-        pod = blocking_pod(_writing_pods(snapshot, child))
-        if pod is not None and pod.waiting is None:
-            waiting = await self._warning(snapshot.namespace, pod.uid, "PodNotStarted", now)
-            if waiting:
-                updated = tuple(
-                    replace(p, waiting=waiting) if p is pod else p for p in snapshot.pods
-                )
-                return replace(snapshot, pods=updated)
-        return snapshot
+    async def _with_warning(
+        self, snapshot: Snapshot, now: datetime
+    ) -> tuple[Snapshot, float | None]:
+        """Add the cluster's warning about what does not start; return when to ask again, too."""
+        key, child = (snapshot.namespace, snapshot.name), _running_child(snapshot)
+        if child is not None and not snapshot.pods_of(child.attempt):
+            found, wait = await self._warnings.about(key, child.uid, "PodNotCreated", now)
+            return (replace(snapshot, rejection=found) if found else snapshot), wait
+        pod = blocking_pod(_writing_pods(snapshot, child)) if child else None
+        if pod is None or pod.waiting is not None:
+            self._warnings.forget(key)
+            return snapshot, None
+        waiting, wait = await self._warnings.about(key, pod.uid, "PodNotStarted", now)
+        if waiting is None:
+            return snapshot, wait
+        pods = tuple(replace(p, waiting=waiting) if p is pod else p for p in snapshot.pods)
+        return replace(snapshot, pods=pods), wait
 
     def _report(self, snapshot: Snapshot) -> Report | None:
         """Return the running pod's report; None if there is no new one."""
@@ -207,42 +231,6 @@ class SnapshotReader:
             self._reports.forget(key)
             return None
         return self._reports.read(key, snapshot.uid, pod)
-
-    async def _warning(
-        self, namespace: str, uid: str, reason: str, now: datetime
-    ) -> Explanation | None:
-        text = warning_from(await self._cluster.warnings_about(namespace, uid), now)
-        return Explanation(reason, text) if text else None
-
-
-def parse_resource(document: JsonObject) -> tuple[LoraTrainingJob | None, tuple[str, ...]]:
-    """Parse the resource without its status; return the job, or None and the violations."""
-    try:
-        return parse_job({k: v for k, v in document.items() if k != "status"}), ()
-    except InvalidDocumentError as error:
-        return None, tuple(str(p) for p in error.problems)
-
-
-def parse_status(document: JsonObject) -> JobStatus:
-    """Parse the status; an empty one if there is none or `status_problems` finds any."""
-    raw = document.get("status")
-    if not isinstance(raw, dict) or status_problems(document):
-        return JobStatus()
-    return JobStatus.model_validate(raw)
-
-
-def status_problems(document: JsonObject) -> tuple[str, ...]:
-    """Return what can't be read in the status, as field and reason.
-
-    A newer operator may have written it; acting without it would run finished work again.
-    """
-    try:
-        JobStatus.model_validate(document.get("status") or {})
-    except ValidationError as error:
-        return tuple(
-            f"{'.'.join(['status', *map(str, e['loc'])])}: {e['msg']}" for e in error.errors()
-        )
-    return ()
 
 
 def _running_child(snapshot: Snapshot) -> Child | None:

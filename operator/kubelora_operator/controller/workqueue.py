@@ -56,40 +56,37 @@ class QueueState(Generic[K]):
         if key in self._ready_at and self._ready_at[key] <= at:
             return
         self._ready_at[key] = at
-        heapq.heappush(self._heap, (at, next(self._order), key))
+        if key not in self._busy:
+            heapq.heappush(self._heap, (at, next(self._order), key))
 
     def get(self, now: float) -> K | None:
         """Return a ready key that is not being processed, or None. It is busy until `done`."""
-        waiting: list[tuple[float, int, K]] = []
-        taken: K | None = None
-        while self._heap and self._heap[0][0] <= now:
-            at, order, key = heapq.heappop(self._heap)
-            if self._ready_at.get(key) != at:
-                continue  # an earlier time has replaced this entry
-            if key in self._busy:
-                waiting.append((at, order, key))
-                continue
-            taken = key
-            break
-        for entry in waiting:
-            heapq.heappush(self._heap, entry)
-        if taken is not None:
-            del self._ready_at[taken]
-            self._retry_at.pop(taken, None)
-            self._not_before.pop(taken, None)
-            self._busy.add(taken)
+        ready_at = self.next_ready_at()
+        if ready_at is None or ready_at > now:
+            return None
+        taken = heapq.heappop(self._heap)[2]
+        del self._ready_at[taken]
+        self._retry_at.pop(taken, None)
+        self._not_before.pop(taken, None)
+        self._busy.add(taken)
         return taken
 
     def next_ready_at(self) -> float | None:
         """Return when the next key that is not being processed becomes ready; None if none."""
-        times = [at for key, at in self._ready_at.items() if key not in self._busy]
-        return min(times, default=None)
+        while self._heap:
+            at, _, key = self._heap[0]
+            if key not in self._busy and self._ready_at.get(key) == at:
+                break
+            heapq.heappop(self._heap)  # replaced by an earlier time, or due again once it is done
+        return self._heap[0][0] if self._heap else None
 
     def done(self, key: K) -> None:
         """Mark ``key`` as processed and reset its failure count."""
         self._busy.discard(key)
         self._failures.pop(key, None)
         self._urgent_at.pop(key, None)
+        if key in self._ready_at:
+            heapq.heappush(self._heap, (self._ready_at[key], next(self._order), key))
 
     def failed(
         self,
@@ -157,6 +154,7 @@ class WorkQueue(Generic[K]):
             now = self._clock()
             key = self._state.get(now)
             if key is not None:
+                self._wake()  # another worker waits for what is due next
                 return key
             ready_at = self._state.next_ready_at()
             await self._changed_within(None if ready_at is None else max(ready_at - now, 0.0))
@@ -197,9 +195,10 @@ class WorkQueue(Generic[K]):
         return len(self._state)
 
     def _wake(self) -> None:
-        for waker in self._wakers:
-            if not waker.done():
-                waker.set_result(None)
+        """Let one waiting worker look: whoever takes a key wakes the next."""
+        waker = next((w for w in self._wakers if not w.done()), None)
+        if waker is not None:
+            waker.set_result(None)
 
     async def _changed_within(self, seconds: float | None) -> None:
         waker: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -64,6 +64,8 @@ def _create(builder: PlanBuilder) -> PlanBuilder:
         builder = _set_waiting(builder, "Starting", "the pod is being created")
     if builder.status.start_time is None:
         builder = builder.update_status(start_time=format_time(builder.now))
+    if builder.status.pending_since is None:
+        builder = builder.update_status(pending_since=format_time(builder.now))
     return replace(builder, create=builder.status.attempt)
 
 

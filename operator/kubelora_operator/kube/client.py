@@ -8,7 +8,7 @@ rotation, TLS.
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Final, Literal
 from urllib.parse import quote, urlencode
@@ -26,6 +26,8 @@ PAGE: Final = 200
 """Objects of a list's page: a larger page doubles the memory at the start."""
 _RETRY_AFTER_MAX: Final = 300.0
 """Seconds: a longer wait than after a refusal would look like a stopped operator."""
+_METADATA_ONLY: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+"""Asks for a list without specs and statuses, a tenth of the bytes."""
 _USER_AGENT: Final = f"kubelora-operator/{version('kubelora')}"
 """Names the operator in the API server's audit log and metrics."""
 
@@ -70,19 +72,37 @@ class Cluster:
         """Get a LoraTrainingJob, or None if it does not exist."""
         return await self._find(_path(JOBS_PATH, namespace, names.PLURAL, name))
 
-    async def list_jobs(self, namespace: str | None) -> AsyncIterator[JsonObject]:
-        """List the LoraTrainingJobs of a namespace, or of all, page by page."""
-        path = _path(JOBS_PATH, namespace, names.PLURAL)
-        token = ""
+    async def list_versions(
+        self, job: bool, plural: str, namespace: str | None
+    ) -> dict[tuple[str, str], tuple[str, str]]:
+        """List objects by namespace and name, with uid and resourceVersion, page by page.
+
+        Only metadata is requested, and of Jobs and pods only the operator's own.
+
+        Args:
+            job: Whether they are LoraTrainingJobs.
+            plural: Plural name of the kind: of LoraTrainingJobs, ``jobs`` or ``pods``.
+            namespace: Namespace, or None for all.
+        """
+        group = JOBS_PATH if job else "/apis/batch/v1" if plural == "jobs" else "/api/v1"
+        selector = (
+            {} if job else {"labelSelector": f"{names.LABEL_MANAGED_BY}={names.OPERATOR_APP}"}
+        )
+        found: dict[tuple[str, str], tuple[str, str]] = {}
+        token: dict[str, str] = {}
         while True:
             page = await self._request(
-                "GET", path, query={"limit": str(PAGE)} | ({"continue": token} if token else {})
+                "GET",
+                _path(group, namespace, plural),
+                query={"limit": str(PAGE)} | selector | token,
+                accept=f"{_METADATA_ONLY},application/json",
             )
-            for item in page.get("items", []):
-                yield item
-            token = page.get("metadata", {}).get("continue") or ""
-            if not token:
-                return
+            for metadata in (item["metadata"] for item in page.get("items", [])):
+                key = (metadata["namespace"], metadata["name"])
+                found[key] = (metadata["uid"], metadata["resourceVersion"])
+            token = {"continue": page.get("metadata", {}).get("continue") or ""}
+            if not token["continue"]:
+                return found
 
     async def put_status(self, job: JsonObject) -> JsonObject:
         """Update the status; uid and resourceVersion in ``job`` make a stale update fail."""
@@ -111,14 +131,6 @@ class Cluster:
         except ApiError as error:
             if error.code not in (404, 409):
                 raise
-
-    async def children_of(self, namespace: str, uid: str) -> list[JsonObject]:
-        """List the batch/v1 Jobs labelled with the job's uid."""
-        return await self._labelled(_path("/apis/batch/v1", namespace, "jobs"), uid)
-
-    async def pods_of(self, namespace: str, uid: str) -> list[JsonObject]:
-        """List the pods labelled with the job's uid."""
-        return await self._labelled(_path("/api/v1", namespace, "pods"), uid)
 
     async def get_child(self, namespace: str, name: str) -> JsonObject | None:
         """Get a batch/v1 Job by name, or None."""
@@ -252,11 +264,6 @@ class Cluster:
         )
         return await self._request("PUT", path, body=lease, timeout=timeout)
 
-    async def _labelled(self, path: str, uid: str) -> list[JsonObject]:
-        selector = f"{names.LABEL_JOB_UID}={uid},{names.LABEL_MANAGED_BY}={names.OPERATOR_APP}"
-        page = await self._request("GET", path, query={"labelSelector": selector})
-        return list(page.get("items", []))
-
     async def _find(self, path: str, timeout: float = REQUEST_TIMEOUT) -> JsonObject | None:
         try:
             return await self._request("GET", path, timeout=timeout, missing_is_fine=True)
@@ -274,11 +281,12 @@ class Cluster:
         query: Mapping[str, str] | None = None,
         timeout: float = REQUEST_TIMEOUT,
         content: str = "application/json",
+        accept: str = "application/json",
         missing_is_fine: bool = False,
     ) -> JsonObject:
         """Send one request, without retries because the work queue retries the job."""
         headers = {
-            "Accept": "application/json",
+            "Accept": accept,
             "Content-Type": content,
             "User-Agent": _USER_AGENT,
         }

@@ -90,7 +90,15 @@ def operator_cli() -> None:
     default=10,
     show_default=True,
     envvar="KUBELORA_POLL_SECONDS",
-    help="Seconds between two reads of a running pod's progress.",
+    help="Seconds between two reads of a running pod's progress; more with over 200 running jobs.",
+)
+@click.option(
+    "--progress-seconds",
+    type=click.FloatRange(1, 3600),
+    default=30,
+    show_default=True,
+    envvar="KUBELORA_PROGRESS_SECONDS",
+    help="Seconds between two writes of a job's progress; more with over 600 running jobs.",
 )
 @click.option(
     "--resync-seconds",
@@ -138,6 +146,7 @@ def run(
     identity: str | None,
     metrics_port: int,
     poll_seconds: float,
+    progress_seconds: float,
     resync_seconds: float,
     pod_policy: str,
     network_policy: str | None,
@@ -174,6 +183,7 @@ def run(
                 identity=identity or f"{socket.gethostname()}_{secrets.token_hex(3)}",
                 port=metrics_port,
                 poll_seconds=poll_seconds,
+                progress_seconds=progress_seconds,
                 resync_seconds=resync_seconds,
                 pod_policy=_parse("--pod-policy", PodPolicy, pod_policy),
                 network=_parse("--network-policy", NetworkSettings, network_policy)

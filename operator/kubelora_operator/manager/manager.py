@@ -11,22 +11,23 @@ import signal
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
 import aiohttp
-import kopf
 from kubernetes.aio.config import ConfigException
 from prometheus_client import CollectorRegistry
 
-from kubelora_operator.controller import watches
 from kubelora_operator.controller.apply import PlanApplier
+from kubelora_operator.controller.object_store import ObjectStore
 from kubelora_operator.controller.pod_reports import fetch_report
 from kubelora_operator.controller.reconciler import Reconciler
 from kubelora_operator.controller.report_pool import ReportPool
-from kubelora_operator.controller.resync import Resync, WatchTracker
+from kubelora_operator.controller.resync import Resync
 from kubelora_operator.controller.snapshot_reader import SnapshotReader
+from kubelora_operator.controller.trim import Kind
+from kubelora_operator.controller.watch_health import WatchHealth
+from kubelora_operator.controller.watches import Watches, log_in, sources_of
 from kubelora_operator.controller.workqueue import WorkQueue
 from kubelora_operator.decision.snapshot import JobKey
 from kubelora_operator.kube import client
@@ -59,7 +60,8 @@ def run_manager(options: Options) -> int:
 
 async def _serve(options: Options) -> None:
     metrics = OperatorMetrics(CollectorRegistry())
-    tracker = WatchTracker()
+    health = WatchHealth(sources_of(options.namespaces), options.resync_seconds, time.monotonic)
+    leading = asyncio.Event()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -68,7 +70,7 @@ async def _serve(options: Options) -> None:
         cluster = await client.connect(metrics.api_error)
         stack.push_async_callback(cluster.close)
         runner, port = await http_server.serve_http(
-            options.port, metrics.registry, lambda: _health_problem(tracker)
+            options.port, metrics.registry, lambda: health.problem() if leading.is_set() else None
         )
         stack.push_async_callback(runner.cleanup)
         log.info(
@@ -84,7 +86,7 @@ async def _serve(options: Options) -> None:
         log.info("became the leader")
         holding = asyncio.create_task(_renew_or_exit(elector), name="lease")
         try:
-            await _run_as_leader(options, cluster, metrics, tracker, stop)
+            await _run_as_leader(options, cluster, metrics, health, leading, stop)
         finally:
             holding.cancel()
             await elector.release()
@@ -95,47 +97,51 @@ async def _run_as_leader(
     options: Options,
     cluster: client.Cluster,
     metrics: OperatorMetrics,
-    tracker: WatchTracker,
+    health: WatchHealth,
+    leading: asyncio.Event,
     stop: asyncio.Event,
 ) -> None:
     """Reconcile until ``stop`` is set, or until a task that must never end has ended."""
-    poll = timedelta(seconds=options.poll_seconds)
     queue: WorkQueue[JobKey] = WorkQueue(time.monotonic)
+    sources = sources_of(options.namespaces)
 
-    def changed(key: JobKey, version: str | None, urgent: bool) -> None:
-        if version:
-            tracker.record(key, version, time.monotonic())
+    def changed(key: JobKey, urgent: bool) -> None:
         queue.add(key, urgent=urgent)
         metrics.queue_depth.set(len(queue))
 
-    metrics.watch_lag.set_function(lambda: len(tracker.overdue(time.monotonic())))
+    metrics.watch_lag.set_function(health.missed)
     if not await _unless_stopped(_wait_for_crd(options, cluster), stop):
         return
+    for source in sources:
+        health.listed(source)  # what was before this replica led does not count
+    leading.set()
+    store = ObjectStore(sources, changed, time.monotonic)
+    watches = Watches(store, sources, health, log_in)
     async with aiohttp.ClientSession(trust_env=False) as session:
         reports = ReportPool(
             partial(fetch_report, session), queue.add, options.poll_seconds, time.monotonic
         )
         reconciler = Reconciler(
-            SnapshotReader(cluster, reports),
-            PlanApplier(cluster, options.trainer_image, options.identity, options.network),
+            SnapshotReader(cluster, store, reports),
+            PlanApplier(cluster, store, options.trainer_image, options.identity, options.network),
             metrics,
-            poll,
+            lambda: reports.poll_seconds,
+            options.progress_seconds,
             policy=options.pod_policy,
         )
         resync = Resync(
-            cluster, options.namespaces, tracker, queue.add, options.resync_seconds, time.monotonic
-        )
-        watch_task = kopf.operator(
-            registry=watches.build_registry(changed),
-            settings=watches.build_settings(),
-            standalone=True,
-            clusterwide=not options.namespaces,
-            namespaces=options.namespaces,
-            stop_flag=stop,
+            cluster,
+            store,
+            sources,
+            health,
+            watches.restart,
+            options.resync_seconds,
+            time.monotonic,
         )
         parts: list[Coroutine[Any, Any, None]] = [
-            watch_task,
+            watches.run(),
             resync.run(),
+            _give_up_when_blind(health),
             *(reconciler.work(queue) for _ in range(_WORKERS)),
         ]
         try:
@@ -144,18 +150,21 @@ async def _run_as_leader(
             await reports.close()
 
 
+async def _give_up_when_blind(health: WatchHealth) -> None:
+    """End the leader when it can list nothing: another replica may have the rights or the way."""
+    while not health.blind():
+        await asyncio.sleep(5)
+    raise RuntimeError("; ".join(health.stale()))
+
+
 async def _until_one_ends(tasks: list[asyncio.Task[None]], stop: asyncio.Event) -> None:
     """Wait for a stop or for a task that ends; cancel all tasks and raise its error."""
     stopping = asyncio.create_task(stop.wait())
     everything: set[asyncio.Task[Any]] = {*tasks, stopping}
     done, _ = await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
     stop.set()
-    watch_task, *others = tasks
-    for task in others:
+    for task in tasks:
         task.cancel()
-    # kopf ends by its stop flag; if cancelled, it would leave its watches open.
-    await asyncio.wait({watch_task}, timeout=10)
-    watch_task.cancel()
     await asyncio.gather(*tasks, stopping, return_exceptions=True)
     for task in tasks:
         if task in done and not task.cancelled() and (error := task.exception()):
@@ -177,16 +186,15 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
 
 
 async def _wait_for_crd(options: Options, cluster: client.Cluster) -> None:
-    """Wait for the CRD because kopf would not notice one that is installed later."""
-    namespace = options.namespaces[0] if options.namespaces else None
+    """Wait for the CRD, with one warning that says what is missing instead of one per watch."""
     while True:
-        try:
-            async for _ in cluster.list_jobs(namespace):
-                break
-            return
-        except client.ApiError as error:
-            log.warning("can't list LoraTrainingJobs yet: %s", error)
-            await asyncio.sleep(5)
+        for namespace in options.namespaces or (None,):
+            try:
+                await cluster.list_versions(True, Kind.JOB.value, namespace)
+                return
+            except client.ApiError as error:
+                log.warning("can't list LoraTrainingJobs yet: %s", error)
+        await asyncio.sleep(5)
 
 
 async def _renew_or_exit(elector: Elector) -> None:
@@ -196,14 +204,3 @@ async def _renew_or_exit(elector: Elector) -> None:
         log.critical("lost the lease, exiting at once: %s", error)
         # Nothing may run after this point, not even cleanup that sends requests to the API server.
         os._exit(_EXIT_LEASE_LOST)
-
-
-def _health_problem(tracker: WatchTracker) -> str | None:
-    overdue = tracker.overdue(time.monotonic())
-    if not overdue:
-        return None
-    namespace, name = overdue[0]
-    return (
-        f"the watch has missed changes of {len(overdue)} jobs for more than 30 s, for example "
-        f"{namespace}/{name}"
-    )

@@ -11,7 +11,8 @@ class Options:
     """Options of one operator process.
 
     namespaces: Namespaces to watch; empty for all.
-    poll_seconds: Seconds between two reads of a running pod's progress.
+    poll_seconds: Minimum interval between two reads of a running pod's progress.
+    progress_seconds: Minimum interval between two writes of a job's progress.
     resync_seconds: Seconds between two full lists.
     pod_policy: What jobs may ask for in their podTemplate.
     network: Who may connect to training pods; None for no NetworkPolicies.
@@ -24,6 +25,7 @@ class Options:
     identity: str
     port: int
     poll_seconds: float
+    progress_seconds: float
     resync_seconds: float
     pod_policy: PodPolicy
     network: NetworkSettings | None

@@ -19,7 +19,7 @@ def install(
     given = {
         "image": _image(images.operator),
         "trainer": {"image": _image(images.trainer)},
-        "operator": {"pollSeconds": 2},
+        "operator": {"pollSeconds": 2, "progressSeconds": 2},
         **values,
     }
     path = helm.home / f"{release}.yaml"

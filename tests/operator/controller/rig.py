@@ -16,4 +16,4 @@ async def _refuse(pod: TrainerPod, run_id: str) -> Unreachable:
 def make_reader(cluster: FakeCluster) -> SnapshotReader:
     """A reader whose jobs have no running pods to ask."""
     pool = ReportPool(_refuse, lambda key: None, 10, lambda: 0.0)
-    return SnapshotReader(cast(Cluster, cluster), pool)
+    return SnapshotReader(cast(Cluster, cluster), cluster.store, pool)

@@ -21,7 +21,7 @@ def start(cluster: FakeCluster, attempt: int, network: NetworkSettings | None = 
     async def _start() -> None:
         fetched = await make_reader(cluster).read("studio", JOB, NOW)
         assert fetched
-        applier = PlanApplier(cast(Cluster, cluster), "trainer:1", "me", network)
+        applier = PlanApplier(cast(Cluster, cluster), cluster.store, "trainer:1", "me", network)
         plan = ReconcilePlan(JobStatus(attempt=attempt), create=attempt)
         outcome = await applier.apply(fetched, plan, NOW)
         assert outcome.rejection is None

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from datetime import timedelta
 from typing import cast
 
 import pytest
@@ -12,6 +11,7 @@ from kubelora_api.schema import JsonObject
 from kubelora_operator.controller.apply import PlanApplier
 from kubelora_operator.controller.create_pacer import CreatePacer, Creation
 from kubelora_operator.controller.reconciler import Reconciler
+from kubelora_operator.controller.trim import Kind
 from kubelora_operator.controller.workqueue import QueueState, WorkQueue
 from kubelora_operator.decision.snapshot import JobKey
 from kubelora_operator.kube.client import ApiError, Cluster, parse_retry_after
@@ -30,14 +30,15 @@ class Rig:
         self.cluster = cluster
         self.state: QueueState[JobKey] = QueueState(lambda: 0.0)
         self.queue = WorkQueue(lambda: self.now, self.state)
-        cluster.echo = lambda name: self.queue.add(("studio", name))
+        cluster.connect(
+            lambda key, urgent: self.queue.add(key, urgent=urgent), clock=lambda: self.now
+        )
         api = cast(Cluster, cluster)
-        poll = timedelta(seconds=10)
         self.reconciler = Reconciler(
             make_reader(cluster),
-            PlanApplier(api, "trainer:dev", "me"),
+            PlanApplier(api, cluster.store, "trainer:dev", "me"),
             OperatorMetrics(CollectorRegistry()),
-            poll,
+            lambda: 10.0,
             clock=lambda: self.now,
         )
 
@@ -118,15 +119,11 @@ async def test_retry_after_is_waited_for(rig: Rig) -> None:
 
 
 async def test_a_job_that_vanishes_after_each_create_is_not_created_in_a_loop(rig: Rig) -> None:
-    def vanish(verb: str, body: JsonObject) -> None:
-        rig.cluster.children.clear()
-        rig.queue.add(KEY, urgent=True)
-
-    rig.cluster.fault = vanish
     for _ in range(200):
         rig.now += 0.05
         await asyncio.wait_for(rig.look(), 10)
-        rig.cluster.children.clear()
+        for name in list(rig.cluster.children):
+            rig.cluster.take(Kind.CHILD, name)
         rig.queue.add(KEY, urgent=True)
     assert rig.cluster.requests["create_child"] <= 6
 

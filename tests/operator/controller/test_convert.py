@@ -5,11 +5,28 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from kubelora_api.schema import JsonObject
-from kubelora_operator.controller.convert import child_from, pod_from, warning_from
+from kubelora_operator.controller import convert
+from kubelora_operator.controller.convert import warning_from
+from kubelora_operator.controller.trim import Kind, trim
+from kubelora_operator.decision.snapshot import Child, TrainerPod
 from tests.operator.world import UID
 
 OWNERS = frozenset({"j"})
 OWNER = {"kind": "LoraTrainingJob", "name": "bottles", "uid": UID, "controller": True}
+
+
+def child_from(document: JsonObject, job: str, uid: str) -> Child | None:
+    """Convert a Job; the store keeps all that is read of it."""
+    child = convert.child_from(document, job, uid)
+    assert convert.child_from(trim(Kind.CHILD, document), job, uid) == child
+    return child
+
+
+def pod_from(document: JsonObject, job: str, uid: str, owners: frozenset[str]) -> TrainerPod | None:
+    """Convert a pod; the store keeps all that is read of it."""
+    pod = convert.pod_from(document, job, uid, owners)
+    assert convert.pod_from(trim(Kind.POD, document), job, uid, owners) == pod
+    return pod
 
 
 def pod(status: JsonObject, owner: str = "bottles-0b5e7-2") -> JsonObject:

@@ -1,6 +1,5 @@
 """The series of a job through the reconciler: an operator that starts again exports them again."""
 
-from datetime import timedelta
 from typing import cast
 
 from prometheus_client import CollectorRegistry
@@ -50,14 +49,15 @@ def suspended_job(cluster: FakeCluster) -> None:
 
 async def exported_by_a_new_operator(cluster: FakeCluster) -> CollectorRegistry:
     """The registry of an operator that has just started and looked at the job once."""
+    cluster.connect(lambda key, urgent: None)
     registry = CollectorRegistry()
     queue: WorkQueue[JobKey] = WorkQueue(lambda: 0.0)
     queue.add(("studio", "bottles"))
     reconciler = Reconciler(
         make_reader(cluster),
-        PlanApplier(cast(Cluster, cluster), "trainer:dev", "me"),
+        PlanApplier(cast(Cluster, cluster), cluster.store, "trainer:dev", "me"),
         OperatorMetrics(registry),
-        timedelta(seconds=10),
+        lambda: 10.0,
     )
     await reconciler._reconcile_and_requeue(queue, await queue.get())
     return registry

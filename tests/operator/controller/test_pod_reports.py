@@ -12,12 +12,12 @@ from kubelora_api.report import RunReport
 from kubelora_api.schema import JsonObject
 from kubelora_api.status import JobStatus, Progress
 from kubelora_operator.controller.apply import without_reports
+from kubelora_operator.controller.parsing import parse_status, status_problems
 from kubelora_operator.controller.pod_reports import (
     fetch_report,
     parse_report,
     parse_termination_message,
 )
-from kubelora_operator.controller.snapshot_reader import parse_status, status_problems
 from kubelora_operator.decision.decide import decide
 from kubelora_operator.decision.snapshot import TrainerPod, Unreachable
 from tests.operator.world import START, UID, make_snapshot

@@ -128,7 +128,7 @@ async def test_no_look_waits_for_a_pod_that_accepts_and_never_answers(silent: Si
     clock = asyncio.get_running_loop().time
     async with aiohttp.ClientSession(trust_env=False) as session:
         pool = ReportPool(partial(fetch_report, session), answered.append, 10, clock)
-        reader = SnapshotReader(cast(Cluster, cluster), pool)
+        reader = SnapshotReader(cast(Cluster, cluster), cluster.store, pool)
         fetched = [await reader.read("studio", name, START) for name in names]
         await silent.accepted.wait()
         # Each look has ended while the requests are still open.
