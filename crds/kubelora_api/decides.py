@@ -34,12 +34,15 @@ class Decides:
     field's value is part of the key.
     resume: whether a run may resume after a change; ``length`` where the schedule allows it.
     live: whether the field may change in a job that has started.
+    at_once: whether the operator acts on such a change while an attempt runs; else the next attempt
+    does.
     """
 
     effects: frozenset[Effect]
     held_as: frozenset[KeyPart]
     resume: Resume
     live: bool
+    at_once: bool
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Decides:
         held_as: tuple[KeyPart, ...] = (),
         resume: Resume | None = None,
         live: bool = False,
+        at_once: bool = False,
     ) -> None:
         """Declare ``effects``; without ``resume`` only a field that decides nothing may change.
 
@@ -55,6 +59,7 @@ class Decides:
             held_as: See the class.
             resume: See the class.
             live: See the class.
+            at_once: See the class.
 
         Raises:
             ValueError: Where the declaration contradicts itself.
@@ -67,7 +72,10 @@ class Decides:
         object.__setattr__(self, "effects", frozenset(effects))
         object.__setattr__(self, "held_as", frozenset(held_as))
         object.__setattr__(self, "resume", resume)
+        if at_once and not live:
+            raise ValueError("a field that can't change in a started job has no change to act on")
         object.__setattr__(self, "live", live)
+        object.__setattr__(self, "at_once", at_once)
 
 
 Keep = Callable[[Decides], bool]

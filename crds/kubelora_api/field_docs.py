@@ -9,6 +9,7 @@ from kubelora_api.schema import JsonObject
 from kubelora_api.spec import JobSpec
 
 AFTER_START = "may change in a job that has started"
+NEXT_ATTEMPT = f"{AFTER_START}, and takes effect with the next attempt"
 AFTER_STOP = "may change before a run resumes"
 
 
@@ -79,7 +80,7 @@ def _change(decides: Decides | None) -> str:
     if decides is None:
         return ""
     if decides.live:
-        return AFTER_START
+        return AFTER_START if decides.at_once else NEXT_ATTEMPT
     return "" if decides.resume == "no" else AFTER_STOP
 
 

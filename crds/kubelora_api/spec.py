@@ -286,9 +286,9 @@ class Workers(ApiModel):
 class RestartPolicy(ApiModel):
     """Restarts of failed attempts. Interruptions and evictions do not count."""
 
-    max_restarts: Annotated[int, Field(ge=0, le=100), Decides("nothing", live=True)] = Field(
-        3, description="Maximum restarts after failures, 0 to 100. Default 3."
-    )
+    max_restarts: Annotated[
+        int, Field(ge=0, le=100), Decides("nothing", live=True, at_once=True)
+    ] = Field(3, description="Maximum restarts after failures, 0 to 100. Default 3.")
 
 
 def _ranks(spec: "JobSpec") -> int:
@@ -322,14 +322,14 @@ class JobSpec(ApiModel):
     queue_name: Annotated[QueueName, Decides("nothing", live=True)] | None = Field(
         None, description="Name of the Kueue LocalQueue that admits the job's pods."
     )
-    suspend: Annotated[bool, Decides("nothing", live=True)] = Field(
+    suspend: Annotated[bool, Decides("nothing", live=True, at_once=True)] = Field(
         False,
         description="Whether to stop the pods, which save a checkpoint first. Setting it back to "
         "false starts a new attempt from that checkpoint. Default false.",
     )
     restart_policy: RestartPolicy = Field(default_factory=RestartPolicy)
     active_deadline_seconds: (
-        Annotated[Seconds, Field(ge=1), Decides("nothing", live=True)] | None
+        Annotated[Seconds, Field(ge=1), Decides("nothing", live=True, at_once=True)] | None
     ) = Field(
         None,
         description="Seconds that the job may run, summed over its attempts; time in which it "
@@ -337,7 +337,7 @@ class JobSpec(ApiModel):
         "fails; if this is raised, it continues from there. At least 1. Default: no limit.",
     )
     pending_deadline_seconds: (
-        Annotated[Seconds, Field(ge=1), Decides("nothing", live=True)] | None
+        Annotated[Seconds, Field(ge=1), Decides("nothing", live=True, at_once=True)] | None
     ) = Field(
         None,
         description="Seconds after which a job fails if its pods do not all run, because one can't "
@@ -346,7 +346,7 @@ class JobSpec(ApiModel):
         "start for a known cause, no limit for one that waits for a node.",
     )
     ttl_seconds_after_finished: (
-        Annotated[Seconds, Field(ge=0), Decides("nothing", live=True)] | None
+        Annotated[Seconds, Field(ge=0), Decides("nothing", live=True, at_once=True)] | None
     ) = Field(
         None,
         description="Seconds after which a complete or failed job is deleted, at least 0. Its "

@@ -131,6 +131,7 @@ def test_a_field_held_in_another_key_alone_is_in_this_one_by_value() -> None:
         lambda: Decides(),
         lambda: Decides("nothing", "weights"),
         lambda: Decides("weights", live=True),
+        lambda: Decides("nothing", at_once=True),
     ],
 )
 def test_a_declaration_that_contradicts_itself_is_refused(declare: object) -> None:

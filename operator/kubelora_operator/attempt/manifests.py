@@ -14,6 +14,7 @@ from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import ExitCode
 from kubelora_api.schema import JsonObject
 from kubelora_operator.attempt.pod_spec import build_pod_spec
+from kubelora_operator.decision.spec_changes import digests_of
 
 DISRUPTION: Final = "DisruptionTarget"
 
@@ -109,7 +110,8 @@ def build_job(
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": attempt_metadata(job, attempt, _queue_labels(job)),
+        "metadata": attempt_metadata(job, attempt, _queue_labels(job))
+        | {"annotations": {names.ANNOTATION_BEGUN_WITH: json.dumps(digests_of(job.spec))}},
         "spec": {
             "completionMode": "Indexed",
             "completions": job.spec.workers.nodes,

@@ -4,6 +4,7 @@ Labels can be edited by anyone, so ownership is decided by the owner's uid and t
 object's name, neither of which can change.
 """
 
+import json
 import re
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal
@@ -60,7 +61,18 @@ def child_from(document: JsonObject, job: str, uid: str) -> Child | None:
         else None,
         started=_time(status.get("startTime")),
         finished=_time(ended.get("lastTransitionTime")),
+        begun_with=_begun_with(metadata),
     )
+
+
+def _begun_with(metadata: JsonObject) -> tuple[tuple[str, str], ...]:
+    """Read the digests of a Job; none if an earlier operator made it, or someone edited them."""
+    text = (metadata.get("annotations") or {}).get(names.ANNOTATION_BEGUN_WITH) or "{}"
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return ()
+    return tuple((k, str(v)) for k, v in found.items()) if isinstance(found, dict) else ()
 
 
 def pod_from(document: JsonObject, job: str, uid: str, owners: frozenset[str]) -> TrainerPod | None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from kubelora_api.spec import JobSpec
 from kubelora_api.status import JobStatus
 from kubelora_operator.decision.active_time import count_active_time
 from kubelora_operator.decision.attempt_end import account_for_failure, complete_job, fail_job
@@ -63,6 +64,7 @@ from kubelora_operator.decision.run_progress import (
 )
 from kubelora_operator.decision.running import track
 from kubelora_operator.decision.snapshot import Child, Explanation, Snapshot, TrainerPod
+from kubelora_operator.decision.spec_changes import changed_since
 from kubelora_operator.decision.suspension import suspend_job
 
 KEPT_ATTEMPTS: Final = 3
@@ -148,9 +150,25 @@ def _set_accepted(builder: PlanBuilder) -> PlanBuilder:
     if builder.snapshot.refusals:
         return _set_not_allowed(builder, "; ".join(builder.snapshot.refusals))
     lossy_message = lossy_precision_message(spec)
+    if changed := _pending_changes(builder, spec):
+        message = (
+            f"the change of {' and '.join(changed)} takes effect with the next attempt. To start "
+            "one now, set spec.suspend to true and back to false"
+        )
+        message += f". {lossy_message}" if lossy_message else ""
+        return builder.set_condition(ACCEPTED, True, "ChangePending", message)
     if lossy_message:
         return builder.set_condition(ACCEPTED, True, "LossyPrecision", lossy_message)
     return builder.set_condition(ACCEPTED, True, "Valid", "the job is valid")
+
+
+def _pending_changes(builder: PlanBuilder, spec: JobSpec) -> list[str]:
+    """Return the changes of the spec that the current attempt can't take up."""
+    child = builder.child
+    # Without a new generation nothing has changed; digests take longer than all other rules.
+    if child is None or not child.live or builder.snapshot.generation <= 1:
+        return []
+    return changed_since(spec, dict(child.begun_with))
 
 
 def _set_not_allowed(builder: PlanBuilder, what: str) -> PlanBuilder:

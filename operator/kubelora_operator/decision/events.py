@@ -23,7 +23,7 @@ from kubelora_operator.decision.snapshot import Snapshot
 _EVENT_WHEN_TRUE: Final = (QUEUED, SUSPENDED, RESTARTING, COMPLETE, FAILED)
 _WARNING_WHEN_TRUE: Final = (RESTARTING, FAILED)
 _WARNING_REASONS: Final = (HEALTH_POLICY_REASON, BUDGET_REASON)
-_WARNING_WHEN_ACCEPTED: Final = ("LossyPrecision", "NextAttemptNotAllowed")
+_WARNING_WHEN_ACCEPTED: Final = ("ChangePending", "LossyPrecision", "NextAttemptNotAllowed")
 _REASONS_WITHOUT_EVENT: Final = frozenset(
     {"Starting", "Finished", "Queued", "Suspended", "TrainerStarting"}
 )

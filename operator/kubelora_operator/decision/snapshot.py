@@ -29,7 +29,10 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Child:
-    """A batch/v1 Job owned by the LoraTrainingJob: one attempt."""
+    """A batch/v1 Job owned by the LoraTrainingJob: one attempt.
+
+    begun_with: Digests of the parts of the spec that it was made from; see `spec_changes`.
+    """
 
     name: str
     uid: str
@@ -41,6 +44,7 @@ class Child:
     failure: Explanation | None = None
     started: datetime | None = None
     finished: datetime | None = None
+    begun_with: tuple[tuple[str, str], ...] = ()
 
     @property
     def live(self) -> bool:

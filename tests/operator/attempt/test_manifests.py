@@ -1,5 +1,6 @@
 """The manifests of an attempt, against ones written by hand."""
 
+import hashlib
 import json
 
 from kubelora_api.documents import parse_job
@@ -28,6 +29,10 @@ OWNER = {
     "controller": True,
     "blockOwnerDeletion": False,
 }
+NOTHING_SET = hashlib.sha256(b"null").hexdigest()[:12]
+BEGUN_WITH = json.dumps(
+    dict.fromkeys(("health", "tracking", "podTemplate", "queueName"), NOTHING_SET)
+)
 POD = {
     "restartPolicy": "Never",
     "automountServiceAccountToken": False,
@@ -122,6 +127,7 @@ def test_the_job_is_indexed_restricted_and_keeps_the_cause_of_its_failure() -> N
             "namespace": "studio",
             "labels": LABELS,
             "ownerReferences": [OWNER],
+            "annotations": {"kubelora.dev/begun-with": BEGUN_WITH},
         },
         "spec": {
             "completionMode": "Indexed",
