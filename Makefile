@@ -101,6 +101,11 @@ lint: dev ## Style, types and walls between the rooms
 format: dev ## Format the code
 	@$(VENV)/bin/ruff check --fix --quiet . ; $(VENV)/bin/ruff format .
 
+.PHONY: monitoring
+monitoring: dev ## Gates on alerts and dashboards, and what they cover, in one line
+	@$(PY) -m pytest -q tests/chart/test_monitoring.py tests/chart/test_grafana.py tests/chart/test_generated_files.py
+	@$(PY) -m charts.monitoring
+
 .PHONY: generate
 generate: dev ## Write generated files again: the CRD, the alert rules, docs/findings.md
 	@$(PY) crds/generate.py

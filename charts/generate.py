@@ -9,7 +9,9 @@ from pathlib import Path
 import yaml
 
 from charts.alert_rules import groups
+from charts.dashboards import DASHBOARDS, dashboard_json
 from charts.findings_page import findings_page
+from charts.grafana_alerts import grafana_alerts
 from charts.inhibition import inhibition_page
 from charts.job_page import job_page
 from charts.runbooks import alerts_page
@@ -46,6 +48,8 @@ def rendered() -> dict[Path, str]:
         + yaml.safe_dump(custom_resource_definition(), sort_keys=False, width=100),
         FILES / "rules.yaml": RULES_HEADER
         + yaml.dump(rules, Dumper=_BlockDumper, sort_keys=False, width=10_000, allow_unicode=True),
+        FILES / "grafana-alerts.yaml": grafana_alerts(),
+        **{FILES / f"dashboard-{key}.json": dashboard_json(key) for key in DASHBOARDS},
         DOCS / "findings.md": findings_page(),
         DOCS / "alerts.md": alerts_page(),
         DOCS / "alertmanager-inhibition.yaml": inhibition_page(),

@@ -40,6 +40,7 @@ class Knob(StrEnum):
     RELEASE = "$(release)"
     RUNBOOKS = "$(runbookUrlBase)"
     GRAFANA = "$(grafanaUrl)"
+    DATASOURCE = "$(datasourceUid)"
 
 
 @dataclass(frozen=True)

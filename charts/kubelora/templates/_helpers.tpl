@@ -99,3 +99,29 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- fail (printf "monitoring.rules.stalledAfterSeconds is %d: set at least four times monitoring.podMonitor.interval (%s), or every pause between two scrapes is a stall" (int $rules.stalledAfterSeconds) .Values.monitoring.podMonitor.interval) -}}
 {{- end -}}
 {{- end }}
+
+{{/* A file whose $(...) are replaced by the chart's values, from (dict "file" PATH "root" $). */}}
+{{- define "kubelora.fillIn" -}}
+{{- $root := .root -}}
+{{- $rules := $root.Values.monitoring.rules -}}
+{{- $text := $root.Files.Get .file -}}
+{{- range $key, $value := dict
+      "window" $rules.window
+      "for" $rules.for
+      "interval" $root.Values.monitoring.podMonitor.interval
+      "stalledAfterSeconds" (int $rules.stalledAfterSeconds | toString)
+      "operatorAbsentFor" $rules.operatorAbsentFor
+      "unseenFor" $rules.unseenFor
+      "keepFiringFor" $rules.keepFiringFor
+      "notStartingAfterSeconds" (int $rules.notStartingAfterSeconds | toString)
+      "queuedAfterSeconds" (int $rules.queuedAfterSeconds | toString)
+      "silentAfterSeconds" (int $rules.silentAfterSeconds | toString)
+      "runbookUrlBase" ($rules.runbookUrlBase | replace "{version}" $root.Chart.AppVersion | trimSuffix "/")
+      "datasourceUid" $root.Values.monitoring.grafana.datasourceUid
+      "grafanaUrl" (trimSuffix "/" $root.Values.monitoring.grafana.url)
+      "release" ($root.Release.Name | trunc 63)
+      "namespace" $root.Release.Namespace }}
+{{- $text = replace (printf "$(%s)" $key) $value $text }}
+{{- end }}
+{{- $text -}}
+{{- end }}
