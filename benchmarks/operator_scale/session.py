@@ -64,10 +64,10 @@ class Session:
         await self.api.create(path, document)
         if not await timeline.until(complete, 1, _PATIENCE):
             logs = self.plane.places.logs
-            found = "\n".join(f"{log.name}:\n{tail(log, 5)}" for log in sorted(logs.glob("*.log")))
             raise BenchError(
-                f"The first job at {path} was not {complete} after {_PATIENCE:g} s. The logs end "
-                f"with\n{found}"
+                f"The first job at {path} was not {complete} after {_PATIENCE:g} s. The operator's "
+                f"log ends with\n{tail(logs / 'operator.log', 25)}\nand the scheduler's with\n"
+                f"{tail(logs / 'kube-scheduler.log', 3)}"
             )
         for each in (self.jobs, self.children, self.bare):
             each.forget()
