@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
@@ -90,9 +90,18 @@ def flatten(metadata: tuple[object, ...]) -> tuple[object, ...]:
     return tuple(flat)
 
 
+_METADATA: Final[dict[int, tuple[FieldInfo, tuple[object, ...]]]] = {}
+"""Metadata by the field's id: it is asked for with every job, and a field can't be hashed. The
+field is kept with it, so that no other can get its id."""
+
+
 def metadata_of(info: FieldInfo) -> tuple[object, ...]:
     """Return the constraints, rules and extras of a field from anywhere in its annotation."""
-    return flatten(tuple(info.metadata) + unwrap(info.annotation)[1])
+    known = _METADATA.get(id(info))
+    if known is None:
+        known = (info, flatten(tuple(info.metadata) + unwrap(info.annotation)[1]))
+        _METADATA[id(info)] = known
+    return known[1]
 
 
 def model_below(annotation: object) -> type[BaseModel] | None:

@@ -18,7 +18,7 @@ REASON_ARGUMENT = {
     "_set_waiting": 1,
     "set_condition": 2,
     "set": 2,
-    "_warning": 2,
+    "about": 2,
 }
 # Reasons of a batch/v1 Job, which the rules read and don't write.
 INTERNAL = {"BackoffLimitExceeded", "Unknown"}

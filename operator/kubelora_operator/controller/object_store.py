@@ -29,7 +29,7 @@ _REMEMBERED_DELETIONS: Final = 4096
 
 
 @dataclass(frozen=True)
-class Source:
+class WatchSource:
     """A watch: one kind in one namespace, or in all if ``namespace`` is None."""
 
     kind: Kind
@@ -59,7 +59,7 @@ class ObjectStore:
     """
 
     def __init__(
-        self, sources: list[Source], changed: OnChange, clock: Callable[[], float]
+        self, sources: list[WatchSource], changed: OnChange, clock: Callable[[], float]
     ) -> None:
         self._sources, self._changed, self._clock = sources, changed, clock
         self._objects: dict[Kind, dict[JobKey, _Stored]] = {kind: {} for kind in Kind}
@@ -67,7 +67,7 @@ class ObjectStore:
             kind: defaultdict(set) for kind in (Kind.CHILD, Kind.POD)
         }
         self._deleted: OrderedDict[str, str] = OrderedDict()
-        self._unseen: set[Source] = set(sources)
+        self._unseen: set[WatchSource] = set(sources)
         self._new: set[str] = set()
 
     def synced(self, namespace: str) -> bool:
@@ -80,7 +80,7 @@ class ObjectStore:
         Args:
             kind: Kind of the object.
             document: The object.
-            added: Whether the event says that it was just created.
+            added: Whether it was just created, and not found by a list.
         """
         key, old, new = self._put(kind, document)
         if new is None:
@@ -122,7 +122,7 @@ class ObjectStore:
         if stored is not None:
             self._forget(kind, key, stored)
 
-    def listed(self, source: Source, uids: set[str], began: float) -> None:
+    def listed(self, source: WatchSource, uids: set[str], began: float) -> None:
         """Remove what a complete list of the source lacks; the first one may start decisions.
 
         Args:
@@ -165,7 +165,7 @@ class ObjectStore:
         """Return whether the job was created under this watch and had no status since."""
         return uid in self._new
 
-    def versions(self, source: Source) -> dict[JobKey, tuple[str, str, float]]:
+    def versions(self, source: WatchSource) -> dict[JobKey, tuple[str, str, float]]:
         """Return uid, resourceVersion and time of arrival of each object of a source."""
         return {
             key: (s.uid, s.version, s.at)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from kubelora_api import names
+from kubelora_api.job import LoraTrainingJob
 from kubelora_api.schema import JsonObject
 from kubelora_operator.admission.check import refusals_of
 from kubelora_operator.admission.policy import DEFAULT_POLICY, PodPolicy
@@ -59,6 +60,7 @@ class Reconciler:
     ) -> None:
         self._reader, self._applier, self._metrics = reader, applier, metrics
         self._poll, self._now, self._policy = poll, now, policy
+        self._refusals: dict[JobKey, tuple[LoraTrainingJob, tuple[str, ...]]] = {}
         self._creates, self._pacer = CreatePacer(clock), StatusPacer(progress_seconds, clock)
 
     async def work(self, queue: WorkQueue[JobKey]) -> None:
@@ -105,7 +107,7 @@ class Reconciler:
             self._forget(key)
             return None, None
         if fetched.job is not None:
-            refusals = refusals_of(fetched.job, self._policy)
+            refusals = self._refusals_of(key, fetched.job)
             fetched = replace(fetched, snapshot=replace(fetched.snapshot, refusals=refusals))
         plan = decide(fetched.snapshot, now, poll)
         wait = 0.0
@@ -148,10 +150,19 @@ class Reconciler:
     ) -> None:
         if finished:
             self._pacer.forget(key)
+            self._refusals.pop(key, None)  # a finished job's parsed form need not be kept
         elif document is not fetched.document:
             self._pacer.record(key)
 
+    def _refusals_of(self, key: JobKey, job: LoraTrainingJob) -> tuple[str, ...]:
+        """Return what the policy refuses; the same parsed job is not checked twice."""
+        known = self._refusals.get(key)
+        if known is None or known[0] is not job:
+            known = self._refusals[key] = (job, refusals_of(job, self._policy))
+        return known[1]
+
     def _forget(self, key: JobKey) -> None:
+        self._refusals.pop(key, None)
         self._metrics.remove_job(key)
         self._creates.forget(key)
         self._pacer.forget(key)

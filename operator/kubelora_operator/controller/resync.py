@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from kubelora_operator.controller.object_store import ObjectStore, Source, is_newer
+from kubelora_operator.controller.object_store import ObjectStore, WatchSource, is_newer
 from kubelora_operator.controller.trim import Kind
 from kubelora_operator.controller.watch_health import WatchHealth
 from kubelora_operator.decision.snapshot import JobKey
@@ -28,9 +28,9 @@ class Resync:
         self,
         cluster: Cluster,
         store: ObjectStore,
-        sources: list[Source],
+        sources: list[WatchSource],
         health: WatchHealth,
-        restart: Callable[[Source], None],
+        restart: Callable[[WatchSource], None],
         seconds: float,
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -66,7 +66,7 @@ class Resync:
                 )
                 self._restart(source)
 
-    async def _missed(self, source: Source) -> set[JobKey]:
+    async def _missed(self, source: WatchSource) -> set[JobKey]:
         began = self._clock()
         listed = await self._cluster.list_versions(
             source.kind is Kind.JOB, source.kind.value, source.namespace
@@ -79,7 +79,7 @@ class Resync:
 
 
 def _differences(
-    listed: dict[JobKey, tuple[str, str]], store: ObjectStore, source: Source, began: float
+    listed: dict[JobKey, tuple[str, str]], store: ObjectStore, source: WatchSource, began: float
 ) -> set[JobKey]:
     """Return the objects of which the store knows less than the list.
 

@@ -13,7 +13,7 @@ from kubelora_operator.controller.convert import warning_from
 from kubelora_operator.decision.snapshot import Explanation, JobKey
 from kubelora_operator.kube.client import Cluster
 
-FIRST_WAIT: Final = 5.0
+_FIRST_WAIT: Final = 5.0
 """Seconds: most pods are created and start within this time."""
 _SECOND_WAIT: Final = 15.0
 """Seconds until the second request, doubled for each further one."""
@@ -49,7 +49,7 @@ class Warnings:
         """
         clock, waiting = self._clock(), self._waiting.get(key)
         if waiting is None or waiting.uid != uid:
-            waiting = self._waiting[key] = _Waiting(uid, clock + FIRST_WAIT, _SECOND_WAIT)
+            waiting = self._waiting[key] = _Waiting(uid, clock + _FIRST_WAIT, _SECOND_WAIT)
         elif clock >= waiting.ask_at:
             waiting.ask_at = clock + waiting.wait
             waiting.wait = min(waiting.wait * 2, _LONGEST_WAIT)

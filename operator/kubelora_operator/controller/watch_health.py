@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kubelora_operator.controller.object_store import Source
+from kubelora_operator.controller.object_store import WatchSource
 from kubelora_operator.controller.trim import Kind
 
 MISSED_GRACE: Final = 30.0
@@ -30,20 +30,22 @@ class WatchHealth:
     seconds: Interval of the periodic lists.
     """
 
-    def __init__(self, sources: list[Source], seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sources: list[WatchSource], seconds: float, clock: Callable[[], float]
+    ) -> None:
         self._clock, self._grace = clock, max(LIST_GRACE, 2 * seconds + 30)
         self._states = {s: _State(clock(), clock()) for s in sources}
 
-    def heard(self, source: Source) -> None:
+    def heard(self, source: WatchSource) -> None:
         """Record an event or bookmark."""
         self._states[source].heard_at = self._clock()
 
-    def listed(self, source: Source) -> None:
+    def listed(self, source: WatchSource) -> None:
         """Record a complete list."""
         state = self._states[source]
         state.listed_at, state.problem = self._clock(), ""
 
-    def failed(self, source: Source, problem: str) -> None:
+    def failed(self, source: WatchSource, problem: str) -> None:
         """Record why a list or watch failed.
 
         Args:
@@ -52,7 +54,7 @@ class WatchHealth:
         """
         self._states[source].problem = problem
 
-    def compared(self, source: Source, missed: int) -> None:
+    def compared(self, source: WatchSource, missed: int) -> None:
         """Record how many changes a list has found that the watch has not brought.
 
         Args:
@@ -95,7 +97,7 @@ class WatchHealth:
         now = self._clock()
         return all(now - s.listed_at > max(self._grace, BLIND_GRACE) for s in self._states.values())
 
-    def _problem(self, source: Source, state: _State, now: float) -> str | None:
+    def _problem(self, source: WatchSource, state: _State, now: float) -> str | None:
         if state.missed_since is not None and now - state.missed_since > MISSED_GRACE:
             return f"the watch of {source} misses changes that a list finds"
         if now - state.listed_at > self._grace:

@@ -2,7 +2,7 @@
 
 kopf lists, watches, reconnects and continues at the last version. Of it only the streams are used:
 its handlers write annotations and finalizers to users' objects, take six times the CPU of the
-stream itself, and tell neither when a list is complete nor that an error has ended a watch.
+stream itself, and report neither a complete list nor an error that has ended a watch.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from kopf._cogs.structs import bodies, credentials, references
 
 from kubelora_api import names
 from kubelora_api.schema import JsonObject
-from kubelora_operator.controller.object_store import ObjectStore, Source
+from kubelora_operator.controller.object_store import ObjectStore, WatchSource
 from kubelora_operator.controller.trim import Kind
 from kubelora_operator.controller.watch_health import WatchHealth
 
@@ -30,9 +30,9 @@ RESOURCES: Final = {
     Kind.POD: ("", "v1"),
 }
 """API group and version of each kind."""
-FIRST_BACKOFF: Final = 1.0
+FIRST_WATCH_BACKOFF: Final = 1.0
 """Seconds before a watch that an error ended is started again; doubled each time."""
-LONGEST_BACKOFF: Final = 30.0
+LONGEST_WATCH_BACKOFF: Final = 30.0
 """Seconds, as for a failed request."""
 _STEADY: Final = 60.0
 """Seconds for which a watch must have run to be restarted without a longer wait."""
@@ -49,9 +49,9 @@ class _EndlessBackoffs:
             yield 30.0
 
 
-def sources_of(namespaces: tuple[str, ...]) -> list[Source]:
+def sources_of(namespaces: tuple[str, ...]) -> list[WatchSource]:
     """Return the watches to run: each kind in each namespace, or in all if none is given."""
-    return [Source(kind, namespace) for namespace in namespaces or (None,) for kind in Kind]
+    return [WatchSource(kind, namespace) for namespace in namespaces or (None,) for kind in Kind]
 
 
 def build_settings() -> kopf.OperatorSettings:
@@ -76,7 +76,7 @@ class Watches:
     def __init__(
         self,
         store: ObjectStore,
-        sources: list[Source],
+        sources: list[WatchSource],
         health: WatchHealth,
         log_in: Callable[[], kopf.ConnectionInfo | None],
         random_part: Callable[[], float] = random.random,
@@ -97,7 +97,7 @@ class Watches:
             await asyncio.gather(*tasks, return_exceptions=True)
             await vault.close()
 
-    def restart(self, source: Source) -> None:
+    def restart(self, source: WatchSource) -> None:
         """List and watch a source again from the start."""
         self._watches[source].restart()
 
@@ -128,7 +128,7 @@ class Watch:
 
     def __init__(
         self,
-        source: Source,
+        source: WatchSource,
         store: ObjectStore,
         health: WatchHealth,
         settings: kopf.OperatorSettings,
@@ -155,7 +155,7 @@ class Watch:
                 continue  # `restart`
             error = self._stream.exception()
             failures = 0 if time.monotonic() - started > _STEADY else failures + 1
-            longest = min(FIRST_BACKOFF * 2 ** min(failures, 8), LONGEST_BACKOFF)
+            longest = min(FIRST_WATCH_BACKOFF * 2 ** min(failures, 8), LONGEST_WATCH_BACKOFF)
             delay = longest * (1 - self._random_part() / 2)
             self._health.failed(self._source, str(error) or type(error).__name__)
             log.warning("the watch of %s ended, again in %.0f s: %r", self._source, delay, error)

@@ -186,7 +186,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
 
 
 async def _wait_for_crd(options: Options, cluster: client.Cluster) -> None:
-    """Wait for the CRD, with one warning that says what is missing instead of one per watch."""
+    """Wait for the CRD, with one warning instead of one per watch."""
     while True:
         for namespace in options.namespaces or (None,):
             try:

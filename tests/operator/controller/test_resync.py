@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import cast
 
-from kubelora_operator.controller.object_store import Source
+from kubelora_operator.controller.object_store import WatchSource
 from kubelora_operator.controller.resync import LAG, Resync
 from kubelora_operator.controller.trim import Kind
 from kubelora_operator.controller.watch_health import WatchHealth
@@ -22,7 +22,7 @@ class Rig:
         self.now = 100.0
         self.cluster = FakeCluster()
         self.cluster.connect(lambda key, urgent: None, clock=lambda: self.now)
-        self.restarted: list[Source] = []
+        self.restarted: list[WatchSource] = []
         self.health = WatchHealth(sources_of(()), 60, lambda: self.now)
         self.resync = Resync(
             cast(Cluster, self.cluster),
@@ -50,7 +50,7 @@ async def test_a_list_that_shows_what_the_watches_brought_restarts_nothing() -> 
 
 async def test_a_missed_event_of_any_kind_restarts_the_watch_of_that_kind_alone() -> None:
     rig = Rig()
-    changes: dict[Source, Callable[[], object]] = {
+    changes: dict[WatchSource, Callable[[], object]] = {
         JOBS: lambda: rig.cluster.add_job("cans"),
         CHILDREN: lambda: rig.cluster.put(Kind.CHILD, next(iter(rig.cluster.children.values()))),
         PODS: lambda: rig.cluster.take(Kind.POD, next(iter(rig.cluster.pods))),

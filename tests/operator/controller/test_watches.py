@@ -99,7 +99,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watches, "FIRST_BACKOFF", 0.05)
+    monkeypatch.setattr(watches, "FIRST_WATCH_BACKOFF", 0.05)
 
 
 async def test_lists_and_events_reach_the_store() -> None:
