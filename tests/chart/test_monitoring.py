@@ -359,3 +359,10 @@ def test_the_generated_rules_are_no_templates_of_helm() -> None:
 
     words = set(re.findall(r"{{ *(\S+)", text))
     assert {w for w in words if not w.startswith("$")} == {"with", "end", "."}
+
+
+def test_a_training_pod_has_a_limited_number_of_samples_unless_turned_off(helm: Helm) -> None:
+    limited = one(helm.render(MONITORING), "PodMonitor", f"{FULLNAME}-training")["spec"]
+    assert limited["sampleLimit"] == 1000
+    off = {"monitoring": {"podMonitor": {"enabled": True, "sampleLimit": 0}}}
+    assert "sampleLimit" not in one(helm.render(off), "PodMonitor", f"{FULLNAME}-training")["spec"]

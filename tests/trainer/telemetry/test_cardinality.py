@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+import yaml
 from diffusers import UNet2DConditionModel
 from prometheus_client import CollectorRegistry, generate_latest
 from torch import nn
@@ -18,6 +19,7 @@ from kubelora_trainer.telemetry.category_losses import MAX_CATEGORIES
 from kubelora_trainer.telemetry.step_metrics import CategoryLoss, GroupNumbers, StepNumbers
 from tests.trainer.fixtures.engine import DEFAULT
 
+ROOT = Path(__file__).parents[3]
 MOST_SERIES = 400
 MOST_GROUPS = 24
 GROUP = GroupNumbers(1.0, 0.1, 0.0, 0, 0.0, 0.0, 0.0)
@@ -61,3 +63,10 @@ def test_an_adapter_on_all_of_sdxl_has_as_many_series_as_ten_times_it(full_demo:
 
 def test_the_most_groups_and_categories_stay_within_the_bound() -> None:
     assert series([f"group{i}" for i in range(MOST_GROUPS)]) <= MOST_SERIES
+
+
+def test_the_charts_sample_limit_leaves_room_for_twice_the_series_of_a_pod() -> None:
+    values = yaml.safe_load((ROOT / "charts" / "kubelora" / "values.yaml").read_text())
+    limit = values["monitoring"]["podMonitor"]["sampleLimit"]
+    most = series([f"group {i}" for i in range(MOST_GROUPS)])
+    assert 2 * most <= limit <= 4 * most
