@@ -4,10 +4,10 @@ from typing import Any
 
 import yaml
 
-from kubelora_api.thresholds import FINDINGS
+from kubelora_api.thresholds import PRECEDENCE
 
 _HEAD = """\
-# Generated from the order of kubelora_api.thresholds by `python -m charts.generate`. Do not edit.
+# Generated from kubelora_api.thresholds.PRECEDENCE by `python -m charts.generate`. Do not edit.
 # Inhibition rules for Alertmanager's configuration: one cause gives one notification.
 """
 _JOB = ["cluster", "job_namespace", "name"]
@@ -16,7 +16,7 @@ _FOLLOWS_FROM_OPERATOR = ("KubeloraTelemetryMissing", "KubeloraJobSilent", "Kube
 
 def inhibition_rules() -> list[dict[str, Any]]:
     """Build the rules, most general first."""
-    names = [f"Kubelora{f.finding}" for f in FINDINGS]
+    names = [f"Kubelora{f.finding}" for f in PRECEDENCE]
     return [
         # The operator's own alerts name it as the cause of what its jobs lack.
         _rule(("KubeloraOperatorAbsent",), _FOLLOWS_FROM_OPERATOR, ["cluster"]),

@@ -48,8 +48,9 @@ operator that restarts, must not end it and raise it again.
 
 [alertmanager-inhibition.yaml](alertmanager-inhibition.yaml) has inhibition rules to add to
 Alertmanager's configuration, under `inhibit_rules`. Of several findings of one job, the one that
-comes first in the order of precedence mutes the others; a finding mutes the suspension or failure
-that it caused; a missing operator mutes what follows from it. Group by job:
+comes first in the order of precedence (`PRECEDENCE` in `kubelora_api.thresholds`) mutes the others;
+a finding mutes the suspension or failure that it caused; a missing operator mutes what
+follows from it. Group by job:
 `group_by: [cluster, job_namespace, name]`.
 """
 

@@ -444,3 +444,42 @@ EVENTS: Final = (
 
 FINDINGS: Final[tuple[Threshold | Event, ...]] = (*THRESHOLDS, *EVENTS)
 """All findings."""
+
+PRECEDENCE: Final[tuple[Threshold | Event, ...]] = (
+    # The computation itself is wrong, whatever the settings.
+    RANKS_DIVERGED,
+    WORKING_COPY_STALE,
+    OPTIMIZER_STATE_LOST,
+    BACKWARD_PASSES_MISSING,
+    CLIPPING_WRONG,
+    LATENTS_UNSCALED,
+    LATENTS_CONSTANT,
+    # A setting is wrong, which makes many other numbers look so.
+    LEARNING_RATE_ABOVE_PLAN,
+    LEARNING_RATE_ZERO,
+    UPDATES_TOO_LARGE,
+    # A type is too narrow.
+    ACCUMULATION_ERROR,
+    DRAWS_REPEATED,
+    GRADIENT_ABSORBED,
+    UPDATES_LOST,
+    OPTIMIZER_STUCK,
+    BASELINE_DEPARTURE,
+    UPDATES_DAMPED,
+    # What the causes above can also look like.
+    DEAD_MODULES,
+    GRADIENT_UNDERFLOW,
+    GRADIENT_IMBALANCE,
+    GRADIENT_VANISHED,
+    GRADIENT_NONFINITE,
+    LOSS_DIVERGED,
+    STEP_SPIKED,
+    ROLLED_BACK,
+)
+"""All findings, causes before what follows from them: of several, the first is named first."""
+_RANKS: Final = {found.finding: rank for rank, found in enumerate(PRECEDENCE)}
+
+
+def by_precedence(finding: str) -> int:
+    """Return a finding's place in the order of precedence; one of another version comes last."""
+    return _RANKS.get(finding, len(_RANKS))

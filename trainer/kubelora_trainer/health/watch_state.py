@@ -8,7 +8,7 @@ from pydantic import PlainSerializer, TypeAdapter
 
 from kubelora_api.schema import JsonObject
 from kubelora_api.status import Finding, HealthStatus, Verdict
-from kubelora_api.thresholds import THRESHOLDS
+from kubelora_api.thresholds import THRESHOLDS, by_precedence
 
 MAX_FINDINGS = 10
 """As many as the status may hold: with their sentences they fit the termination message."""
@@ -47,7 +47,7 @@ class WatchState:
     @property
     def due(self) -> Finding | None:
         """A critical finding that the newest step still shows and nobody has accepted."""
-        shown = (f for n, f in self.found.items() if n in self.active - self.accepted)
+        shown = (f for f in self._ordered() if f.name in self.active - self.accepted)
         return next((f for f in shown if f.severity == "critical"), None)
 
     def shown(self, name: str) -> Finding | None:
@@ -55,8 +55,14 @@ class WatchState:
         return self.found.get(name) if name in self.active else None
 
     def status(self) -> HealthStatus:
-        """Build the health of the job's status."""
-        return HealthStatus(verdict=self.verdict, findings=list(self.found.values())[:MAX_FINDINGS])
+        """Build the health of the job's status, the likeliest cause first."""
+        return HealthStatus(verdict=self.verdict, findings=self._ordered()[:MAX_FINDINGS])
+
+    def _ordered(self) -> list[Finding]:
+        """Return the findings, critical ones first and causes before what follows from them."""
+        return sorted(
+            self.found.values(), key=lambda f: (f.severity != "critical", by_precedence(f.name))
+        )
 
 
 _STATE = TypeAdapter(WatchState)
