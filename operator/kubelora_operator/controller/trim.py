@@ -72,10 +72,12 @@ def family_of(child: str) -> str:
 def _trim_child(document: JsonObject) -> JsonObject:
     metadata, status = document["metadata"], document.get("status") or {}
     queue = (metadata.get("labels") or {}).get(names.LABEL_QUEUE_NAME)
+    begun = (metadata.get("annotations") or {}).get(names.ANNOTATION_BEGUN_WITH)
     return {
         "metadata": _only(metadata, ("name", "namespace", "uid", "deletionTimestamp"))
         | _owners(metadata)
-        | ({"labels": {names.LABEL_QUEUE_NAME: queue}} if queue is not None else {}),
+        | ({"labels": {names.LABEL_QUEUE_NAME: queue}} if queue is not None else {})
+        | ({"annotations": {names.ANNOTATION_BEGUN_WITH: begun}} if begun else {}),
         "spec": _only(document.get("spec") or {}, ("suspend",)),
         "status": _only(status, ("startTime",)) | _conditions(status, _CHILD_CONDITIONS),
     }
