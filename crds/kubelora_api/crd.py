@@ -36,9 +36,13 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("Progress", "string", ".status.progress.percent", "Percentage of the steps done."),
     ("Loss", "number", ".status.progress.loss", "Mean loss of the last optimizer step."),
     ("Health", "string", ".status.health.verdict", "Numerical health."),
+    ("Goodput", "string", ".status.progress.goodput", "Share of the running time that was useful."),
     ("ETA", "string", ".status.progress.eta", "Time left."),
     ("Age", "date", ".metadata.creationTimestamp", "Time since the job was created."),
 )
+
+_WIDE = frozenset({"Goodput"})
+"""Columns that only `kubectl get -o wide` prints, because a terminal has no room for more."""
 
 
 def custom_resource_definition() -> Schema:
@@ -66,6 +70,7 @@ def custom_resource_definition() -> Schema:
                     "subresources": {"status": {}},
                     "additionalPrinterColumns": [
                         {"name": name, "type": kind, "jsonPath": path, "description": description}
+                        | ({"priority": 1} if name in _WIDE else {})
                         for name, kind, path, description in COLUMNS
                     ],
                     "schema": {"openAPIV3Schema": _root()},

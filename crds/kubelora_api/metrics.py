@@ -364,6 +364,13 @@ JOB_RESTARTS: Final = Metric(
 JOB_ACTIVE_SECONDS: Final = Metric(
     "kubelora_job_active_seconds", "gauge", "Seconds of running over all attempts.", _JOB
 )
+JOB_GOODPUT: Final = Metric(
+    "kubelora_job_goodput_ratio",
+    "gauge",
+    "Share of the running time that was spent on the steps done: the rest is loading, steps that "
+    "were lost and computed again, validation and export.",
+    _JOB,
+)
 
 JOB_METRICS: Final = (
     JOB_STATE,
@@ -385,6 +392,7 @@ JOB_METRICS: Final = (
     JOB_ATTEMPT,
     JOB_RESTARTS,
     JOB_ACTIVE_SECONDS,
+    JOB_GOODPUT,
 )
 
 OPERATOR_METRICS: Final = (

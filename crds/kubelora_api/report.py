@@ -27,6 +27,8 @@ class RunReport(StatusModel):
     """The current state of a run. Measured numbers have four significant digits.
 
     category_loss: Mean loss by category, from the last step with one of its samples.
+    useful_seconds: Time spent on the steps that the run has, over all attempts: steps that were
+    lost and computed again count once.
     """
 
     run_id: str
@@ -40,6 +42,7 @@ class RunReport(StatusModel):
     learning_rate: float | None = None
     samples_per_second: float | None = None
     seconds_left: float | None = None
+    useful_seconds: float | None = None
     health: HealthStatus = Field(default_factory=HealthStatus)
     checkpoint: CheckpointStatus | None = None
     worst_modules: Annotated[list[ModuleNumbers], Field(max_length=10)] = Field(
@@ -58,6 +61,7 @@ class FinalReport(StatusModel):
     step: int = 0
     total_steps: int = 0
     loss: float | None = None
+    useful_seconds: float | None = None
     health: HealthStatus = Field(default_factory=HealthStatus)
     checkpoint: CheckpointStatus | None = None
     artifacts: list[Artifact] = Field(default_factory=list)

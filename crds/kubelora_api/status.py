@@ -71,6 +71,14 @@ class Progress(StatusModel):
         None, description="When the last step is expected to be done."
     )
     loss: float | None = Field(None, description="Mean loss of the last optimizer step.")
+    useful_seconds: int | None = Field(
+        None,
+        description="Seconds spent on the steps done, over all attempts. Steps that were lost and "
+        "computed again count once.",
+    )
+    goodput: str | None = Field(
+        None, description="usefulSeconds as a percentage of activeSeconds, such as 97%."
+    )
     last_report_time: Time | None = Field(None, description="Time of the last report of a pod.")
 
 

@@ -109,7 +109,8 @@ def _find_vanished_run(
         start = parse_time(run.start_time)
         counted = start + timedelta(seconds=run.seconds)
         recent = conditions.now if conditions.now - counted < _UNSEEN else counted
-        return _Run(run.uid, start, finished or recent)
+        # With another pod, the Job's end is that one's.
+        return _Run(run.uid, start, recent if pod_exists or not finished else finished)
     if child and child.started and finished and child.state == "complete" and not pod_exists:
         # It ran, although nobody saw it; its Job's times include that of pending.
         return _Run(child.uid, child.started, finished)

@@ -10,6 +10,7 @@ from typing import Final
 from kubelora_api.report import FinalReport, RunReport
 from kubelora_api.spec import JobSpec
 from kubelora_api.status import HealthStatus, JobStatus, Progress
+from kubelora_operator.decision.active_time import active_seconds
 from kubelora_operator.decision.conditions import HEALTHY, Conditions, format_time
 from kubelora_operator.decision.snapshot import TrainerPod
 
@@ -32,6 +33,18 @@ def format_percent(step: int, total: int) -> str | None:
     return f"{min(max(step, 0) * 100 // total, 100)}%" if total > 0 else None
 
 
+def is_duration(seconds: float | None) -> bool:
+    """Return whether a reported number of seconds can be one: below ten years."""
+    return seconds is not None and 0 <= seconds < 10 * 365 * 86400
+
+
+def _usefulness(seconds: float | None, active: int) -> dict[str, object]:
+    """Return the fields of the progress about the share of the running time that was useful."""
+    if seconds is None or not is_duration(seconds):
+        return {}
+    return {"useful_seconds": int(seconds), "goodput": format_percent(int(seconds), active)}
+
+
 def apply_report(status: JobStatus, report: RunReport, now: datetime) -> JobStatus:
     """Update the status from a running pod's report.
 
@@ -41,7 +54,7 @@ def apply_report(status: JobStatus, report: RunReport, now: datetime) -> JobStat
         now: Time of the report.
     """
     left = report.seconds_left
-    usable = left is not None and 0 <= left < 10 * 365 * 86400
+    usable = is_duration(left)
     return status.model_copy(
         update={
             "progress": Progress(
@@ -55,7 +68,7 @@ def apply_report(status: JobStatus, report: RunReport, now: datetime) -> JobStat
                 else None,
                 loss=report.loss,
                 last_report_time=format_time(now),
-            ),
+            ).model_copy(update=_usefulness(report.useful_seconds, active_seconds(status, now))),
             "health": report.health,
             "checkpoint": report.checkpoint or status.checkpoint,
         }
@@ -84,6 +97,10 @@ def apply_final_report(status: JobStatus, final: FinalReport | None, done: bool)
             "estimated_completion_time": None,
             "loss": final.loss if final and final.loss is not None else old.loss,
         }
+        | _usefulness(
+            final.useful_seconds if final and final.useful_seconds else old.useful_seconds,
+            status.active_seconds or 0,
+        )
     )
     changed: dict[str, object] = {"progress": progress if done or step is not None else None}
     if final:

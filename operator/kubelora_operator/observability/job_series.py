@@ -146,12 +146,20 @@ def _spec_samples(spec: JobSpec) -> Iterator[JobSample]:
     yield JobSample(metrics.JOB_CHECKPOINT_INTERVAL, (), spec.checkpoint.every_steps)
 
 
+def _goodput(status: JobStatus) -> float | None:
+    useful = status.progress.useful_seconds if status.progress else None
+    if useful is None or not status.active_seconds:
+        return None
+    return min(useful / status.active_seconds, 1.0)
+
+
 def _progress_samples(status: JobStatus) -> Iterator[JobSample]:
     yield JobSample(metrics.JOB_ATTEMPT, (), status.attempt)
     yield JobSample(metrics.JOB_RESTARTS, (), status.restarts)
     progress = status.progress
     values = {
         metrics.JOB_ACTIVE_SECONDS: status.active_seconds,
+        metrics.JOB_GOODPUT: _goodput(status),
         metrics.JOB_CHECKPOINT_STEP: status.checkpoint.step if status.checkpoint else None,
         metrics.JOB_STEP: progress.step if progress else None,
         metrics.JOB_STEPS_PLANNED: progress.total_steps if progress else None,

@@ -1,5 +1,6 @@
 """The time for which a job ran, by the pods' own times; sums by hand or by a second account."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -8,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from kubelora_api.report import FinalReport, RunReport
 from kubelora_operator.controller.convert import pod_from
 from kubelora_operator.decision.decide import decide
 from tests.operator.controller.test_convert import OWNERS
@@ -187,3 +189,36 @@ def test_the_sum_is_that_of_a_stopwatch(queue: str | None, deeds: list[str]) -> 
     account.world.settle()
     if not account.vanished:
         assert (account.world.status.active_seconds or 0) == account.ran
+
+
+def report(useful: float) -> RunReport:
+    return RunReport(
+        run_id=UID, attempt=1, phase="Training", step=3, total_steps=9, useful_seconds=useful
+    )
+
+
+def test_goodput_is_the_share_of_the_running_time_that_the_steps_took() -> None:
+    status = decide(view(POD), START).status
+    now = START + timedelta(seconds=200)
+    progress = decide(view(POD, status=status, report=report(150.4)), now).status.progress
+    assert progress is not None
+    assert (progress.useful_seconds, progress.goodput) == (150, "75%")
+
+
+@pytest.mark.parametrize("useful", [math.inf, math.nan, -1.0, 1e30])
+def test_a_useful_time_that_can_not_be_one_is_left_out(useful: float) -> None:
+    now = START + timedelta(seconds=200)
+    progress = decide(view(POD, report=report(useful)), now).status.progress
+    assert progress is not None
+    assert (progress.useful_seconds, progress.goodput) == (None, None)
+
+
+def test_the_goodput_of_a_finished_job_is_that_of_its_last_report() -> None:
+    world = running_world()
+    world.wait(seconds=100)
+    world.pod_exits(0)
+    final = FinalReport(run_id=UID, attempt=1, exit_code=0, message="", step=9, useful_seconds=90)
+    world.pods = [replace(world.pods[0], final=final)]
+    world.settle()
+    assert world.status.progress is not None
+    assert world.status.progress.goodput == "90%"

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.cli.main import main
 from tests.trainer.cli.test_main import JOB
 
+SPOT_NOTICE = 30
+"""Seconds that the shortest notice of a cloud's spot node leaves."""
 ENTRY = "from kubelora_trainer.cli.main import main; main(prog_name='kubelora')"
 
 
@@ -41,9 +44,11 @@ def test_an_interrupted_run_resumes_to_the_same_bits(
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step=2/"):
+                asked = time.monotonic()
                 os.kill(process.pid, number)
                 break
         output, error = process.communicate(timeout=300)
+    assert time.monotonic() - asked < SPOT_NOTICE, "the checkpoint came too late"
     assert process.returncode == 75, output + error
     assert f"a checkpoint is saved, to resume: kubelora {shlex.join(given)}" in error
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -54,6 +59,10 @@ def test_an_interrupted_run_resumes_to_the_same_bits(
     assert resumed.exit_code == 0, resumed.output
     assert "resuming from" in resumed.output
     assert adapter(tmp_path) == whole
+    saved = [json.loads(p.read_text()) for p in sorted(tmp_path.rglob("checkpoint.json"))]
+    spent = [one["useful_seconds"] for one in sorted(saved, key=lambda one: one["micro_step"])]
+    assert spent == sorted(spent), "time on the steps before the interruption is kept"
+    assert spent[0] > 0
 
 
 def arguments(folder: Path, demo: DemoPaths) -> list[str]:

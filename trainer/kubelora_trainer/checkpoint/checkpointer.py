@@ -93,6 +93,7 @@ def save_checkpoint(
                 window_samples=position.window_samples,
                 window_loss=float(position.window_loss),
                 norm_range=position.norm_range,
+                useful_seconds=position.useful_seconds,
                 watch=health.to_json(position.watch),
                 rollback=position.rollback,
                 layout=_layout(buffers),
@@ -230,6 +231,7 @@ def _take_over(
             manifest.window_loss, dtype=torch.float64, device=buffers.gradient.device
         ),
         norm_range=manifest.norm_range,
+        useful_seconds=manifest.useful_seconds,
         watch=watch,
         rollback=manifest.rollback,
     )

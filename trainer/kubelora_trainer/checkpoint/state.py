@@ -23,6 +23,7 @@ class RunPosition:
         window_loss: Sum of their losses, a fp64 scalar that stays on the device so that no
             micro-step waits for it.
         norm_range: Smallest and largest total gradient norm so far, without the first steps.
+        useful_seconds: Time spent on the steps done, over all attempts.
         watch: State of the watchdog.
         rollback: What a rollback skipped, if there was one.
     """
@@ -32,6 +33,7 @@ class RunPosition:
     window_samples: int = 0
     window_loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     norm_range: tuple[float, float] | None = None
+    useful_seconds: float = 0.0
     watch: WatchState = field(default_factory=WatchState)
     rollback: Rollback | None = None
 
@@ -61,6 +63,7 @@ class CheckpointManifest(BaseModel):
     window_samples: int
     window_loss: float
     norm_range: tuple[float, float] | None
+    useful_seconds: float = 0.0
     watch: dict[str, Any]
     rollback: Rollback | None = None
     layout: list[tuple[str, tuple[int, ...]]]

@@ -99,6 +99,7 @@ def conclude(run: Run, code: ExitCode, message: str, artifacts: list[Artifact]) 
                 "step": report.step,
                 "total_steps": report.total_steps,
                 "loss": report.loss,
+                "useful_seconds": report.useful_seconds,
                 "health": report.health,
                 "checkpoint": report.checkpoint,
             }

@@ -66,6 +66,7 @@ class Reporter:
         self._pace: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=PACE_STEPS + 1)
         self._rollback = position.rollback
         self.norm_range = position.norm_range
+        self._useful_seconds = position.useful_seconds
 
     @property
     def watch(self) -> WatchState:
@@ -93,6 +94,7 @@ class Reporter:
         self._pending = None
         self._rollback = position.rollback
         self.norm_range = position.norm_range
+        self._useful_seconds = position.useful_seconds
         self.watchdog.start(position.watch, start)
         self._run_log.rewind(position.step)
         self._exporter.report = self._exporter.report.model_copy(
@@ -101,7 +103,12 @@ class Reporter:
 
     def position(self, position: RunPosition) -> RunPosition:
         """Add the reporter's state to ``position``, for a checkpoint."""
-        return replace(position, watch=self.watch, norm_range=self.norm_range)
+        return replace(
+            position,
+            watch=self.watch,
+            norm_range=self.norm_range,
+            useful_seconds=self._useful_seconds,
+        )
 
     def phase(self, phase: RunPhase) -> None:
         """Publish the phase of the run."""
@@ -120,6 +127,7 @@ class Reporter:
             self.watchdog.on_checkpoint(numbers.step)
         self.norm_range = _widen(self.norm_range, numbers.grad_norm, numbers.step)
         seconds, per_second, left = self._timing(numbers)
+        self._useful_seconds += seconds
         self._metrics.publish(numbers, self.watchdog.state, seconds)
         self._exporter.report = self._exporter.report.model_copy(
             update={
@@ -130,6 +138,7 @@ class Reporter:
                 "learning_rate": significant(numbers.learning_rate),
                 "samples_per_second": significant(per_second),
                 "seconds_left": significant(left),
+                "useful_seconds": self._useful_seconds,
                 "health": self.watchdog.state.status(),
             }
         )
