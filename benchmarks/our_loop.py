@@ -80,7 +80,8 @@ class OurLoop:
         self.position = RunPosition()
         self._run_log = RunLog(folder, buffers.slots, 0, print)
         categories = [sample.category for sample in self._material.dataset.samples]
-        watched = Watched(facts_of(spec.training, buffers, 100_000), buffers, categories)
+        facts = facts_of(spec.training, buffers, 100_000)
+        watched = Watched(facts, buffers, categories, training=spec.training)
         watchdog = Watchdog(build_detectors(watched))
         watchdog.start(self.position.watch, RunStart("new", buffers, state.optimizer))
         self._watchdog = ByTurns(watchdog, Watchdog(()))
@@ -95,6 +96,7 @@ class OurLoop:
             progress=LineView(100_000, every=50),
             position=self.position,
         )
+        self._optimizer, self._sums = state.optimizer, state.optimizer.sums
         self._telemetry = ByTurns(state.telemetry, NormAlone(buffers))
         self._reporter = ByTurns(reporter, Silent())
         self._parts = Parts(
@@ -149,6 +151,10 @@ class OurLoop:
     def _take_turn(self, first: bool) -> None:
         for part in (self._telemetry, self._reporter, self._watchdog):
             part.first = first
+        # Sums at each step's end and start: forgotten, because steps without them lie between.
+        self._optimizer.sums = self._sums if first else None
+        if self._sums:
+            self._sums.forget()
 
     def _make_step(self) -> None:
         before = self.position.step

@@ -99,6 +99,12 @@ LORA_BALANCE: Final = Metric(
     "pairs: 0 if the chain rule holds. Reported for both factors of the block.",
     ("group",),
 )
+ADAPTER_SIZE: Final = Metric(
+    "kubelora_adapter_size_ratio",
+    "gauge",
+    "Norm of the adapter's update over that of the weight it is added to, of the module where it "
+    "is largest; measured every 5 steps and at checkpoints.",
+)
 CLIPPED_NORM: Final = Metric(
     "kubelora_clipped_grad_norm",
     "gauge",
@@ -208,6 +214,7 @@ TRAINER_METRICS: Final = (
     OPTIMIZER_STUCK_RATIO,
     ADAM_EPS_DAMPING_RATIO,
     LORA_BALANCE,
+    ADAPTER_SIZE,
     CLIPPED_NORM,
     BACKWARD_PASSES,
     MICRO_STEPS,

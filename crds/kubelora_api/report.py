@@ -29,6 +29,8 @@ class RunReport(StatusModel):
     category_loss: Mean loss by category, from the last step with one of its samples.
     useful_seconds: Time spent on the steps that the run has, over all attempts: steps that were
     lost and computed again count once.
+    adapter_size: Norm of the adapter's update over that of the weight, of the module where it is
+        largest, when it was last measured.
     """
 
     run_id: str
@@ -39,6 +41,7 @@ class RunReport(StatusModel):
     loss: float | None = None
     category_loss: Annotated[dict[str, float], Field(max_length=16)] = Field(default_factory=dict)
     grad_norm: float | None = None
+    adapter_size: float | None = None
     learning_rate: float | None = None
     samples_per_second: float | None = None
     seconds_left: float | None = None

@@ -6,67 +6,16 @@ in the trainer's ``health/detectors/quantities.py``; `THRESHOLDS` are limits on 
 reports, `EVENTS` are found at other times.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from kubelora_api import metrics
-from kubelora_api.metrics import Metric
+from kubelora_api.finding_rows import Event as Event
+from kubelora_api.finding_rows import Threshold as Threshold
+from kubelora_api.findings_of_steps import FOLLOWED_STEP_BY_STEP
 
 ACCUMULATION_ERROR_LAW: Final = 1.7e-3
 """Relative error of a bf16 sum of K like-sized addends, over sqrt((K + 1) / 2): the roundings of
 the K - 1 sums, each at most 2^-9 of the sum so far, add up like a random walk. Measured 1.7e-3."""
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """A limit on a value that every step reports.
-
-    finding: CamelCase name, used in conditions, metrics and alert names.
-    quantity: Description of what is compared; empty for the metric's own value.
-    op: How the value compares with ``limit`` if something is wrong.
-    limits: Limits by compute type, used instead of ``limit``.
-    window: Optimizer steps whose median is compared, so that one outlier raises no alarm.
-    skip_steps: First optimizer steps to ignore (lora_A has no gradient while lora_B is 0).
-    everywhere: Whether it applies to every run; a run is not healthy before it was checked.
-    """
-
-    finding: str
-    severity: Literal["warning", "critical"]
-    metric: Metric
-    op: Literal[">", "<", "=="]
-    limit: float
-    window: int
-    skip_steps: int
-    sentence: str
-    reason: str
-    quantity: str = ""
-    limits: Mapping[str, float] = field(default_factory=dict)
-    everywhere: bool = False
-
-    def limit_for(self, compute: str) -> float:
-        """Return the limit for a run with this compute type."""
-        return self.limits.get(compute, self.limit)
-
-    @property
-    def in_prometheus(self) -> bool:
-        """Whether the alert rule compares the metric itself rather than following the watchdog."""
-        return self.everywhere
-
-
-@dataclass(frozen=True)
-class Event:
-    """A finding outside the per-step limits: at the start, at a resume, against a baseline.
-
-    limit: Limit of the measured value, if there is one.
-    """
-
-    finding: str
-    severity: Literal["warning", "critical"]
-    sentence: str
-    reason: str
-    quantity: str
-    limit: float | None = None
 
 
 UPDATES_LOST: Final = Threshold(
@@ -442,10 +391,12 @@ EVENTS: Final = (
     STEP_SPIKED,
 )
 
-FINDINGS: Final[tuple[Threshold | Event, ...]] = (*THRESHOLDS, *EVENTS)
+FINDINGS: Final[tuple[Threshold | Event, ...]] = (*FOLLOWED_STEP_BY_STEP, *THRESHOLDS, *EVENTS)
 """All findings."""
 
 PRECEDENCE: Final[tuple[Threshold | Event, ...]] = (
+    # Exact laws of single steps, whose order is that of their table.
+    *FOLLOWED_STEP_BY_STEP,
     # The computation itself is wrong, whatever the settings.
     RANKS_DIVERGED,
     WORKING_COPY_STALE,

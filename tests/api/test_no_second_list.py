@@ -13,7 +13,7 @@ from typing import Annotated, get_args
 
 import pytest
 
-from kubelora_api import metrics, names, thresholds
+from kubelora_api import findings_of_steps, metrics, names, thresholds
 from kubelora_api.claims import claims_of, inputs_of
 from kubelora_api.dataset_spec import Dataset, Source
 from kubelora_api.decides import Decides, declarations
@@ -78,7 +78,8 @@ def test_every_measurement_of_a_group_and_of_a_step_has_its_metric() -> None:
 
 
 def test_every_finding_is_in_the_table_of_findings() -> None:
-    found = _constants(thresholds, thresholds.Threshold, thresholds.Event)
+    rows = (thresholds.Threshold, thresholds.Event)
+    found = [*_constants(thresholds, *rows), *_constants(findings_of_steps, *rows)]
     assert {id(f) for f in found} == {id(f) for f in thresholds.FINDINGS}
     assert set(QUANTITIES) <= {t.finding for t in thresholds.THRESHOLDS}
 

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.numerics.bench import Observation
-from tests.numerics.fault_table import FAULTS, Fault
+from tests.numerics.fault_table import FAULTS
+from tests.numerics.faults import Fault
 from tests.numerics.healthy_table import HEALTHY, Healthy
 from tests.numerics.results_page import FaultRow, HealthyRow, page
 from tests.numerics.scene import Scene

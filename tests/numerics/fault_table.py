@@ -8,7 +8,6 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,44 +28,18 @@ from tests.numerics.bench import (
     observe_run,
     sound,
 )
+from tests.numerics.faults import Fault, run_with
 from tests.numerics.scene import Photographs, Scene
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One row.
-
-    number: of the fault; several rows may show one. expected: finding that must appear, at
-    ``limit`` at the latest. also: other critical findings that follow from the fault, for the
-    reason that stands beside them; any other beside the expected one is absurd. sooner: a finding
-    that names the fault as well and may end the run before the expected one can come.
-    """
-
-    number: int
-    name: str
-    expected: str
-    limit: int
-    observe: Observe
-    also: frozenset[str] = frozenset()
-    sooner: frozenset[str] = frozenset()
-
-
-def run_with(
-    injection: Injection = sound,
-    *,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    photographs: Photographs | None = None,
-    **spec: dict[str, object],
-) -> Observe:
-    """A run of the plain job with ``spec``'s fields and an injection."""
-
-    def observe(scene: Scene, seed: int, output: Path) -> Observation:
-        configuration = Configuration(spec, photographs or Photographs())
-        with around():
-            return observe_run(scene, configuration, seed, output, injection)
-
-    return observe
-
+from tests.numerics.step_faults import (
+    AVERAGE_FAULTS,
+    BASE_FAULTS,
+    GRADIENT_FAULTS,
+    JUMP_FAULTS,
+    OPTIMIZER_FAULTS,
+    OVERFLOW_FAULTS,
+    SIZE_FAULTS,
+    STATE_FAULTS,
+)
 
 LOSSY: Document = {
     "accumulator": {"accumulator": "bf16", "allowLossyPrecision": True},
@@ -115,6 +88,10 @@ def unsynchronised(scene: Scene, seed: int, output: Path) -> Observation:
 
 
 ONE = Photographs(count=1)
+ROUNDED_AFTERWARDS = frozenset({"OptimizerWrong", "StateAltered"})
+"""The injection rounds after the optimizer has returned, which is a fault of its own."""
+BETWEEN = frozenset({"GradientAltered"})
+"""The fault touches gradients between backward and optimizer, which says the same."""
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -168,6 +145,7 @@ FAULTS: tuple[Fault, ...] = (
         "UpdatesLost",
         9,
         run_with(broken.magnitudes_in(torch.bfloat16), adapter={"rank": 4, "dora": True}),
+        ROUNDED_AFTERWARDS,
     ),
     Fault(
         6,
@@ -180,6 +158,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
             training={"steps": 24},
         ),
+        ROUNDED_AFTERWARDS,
     ),
     Fault(
         6,
@@ -222,6 +201,7 @@ FAULTS: tuple[Fault, ...] = (
         "GradientUnderflow",
         9,
         run_with(broken.gradients_through(torch.float16)),
+        BETWEEN,
     ),
     Fault(
         9,
@@ -245,13 +225,21 @@ FAULTS: tuple[Fault, ...] = (
             ("Inf", broken.non_finite(broken.INF, step=5)),
         )
     ),
-    Fault(12, "accumulator never zeroed", "GradientImbalance", 9, run_with(broken.never_zeroed)),
+    Fault(
+        12,
+        "accumulator never zeroed",
+        "GradientImbalance",
+        9,
+        run_with(broken.never_zeroed),
+        BETWEEN,
+    ),
     Fault(
         13,
         "one micro-step lost in lora_A",
         "GradientImbalance",
         9,
         run_with(broken.lost_micro_step, training={"gradientAccumulation": 4}),
+        BETWEEN,
     ),
     Fault(
         14,
@@ -259,6 +247,7 @@ FAULTS: tuple[Fault, ...] = (
         "GradientImbalance",
         9,
         run_with(broken.divided_twice, training={"gradientAccumulation": 4}),
+        BETWEEN,
     ),
     Fault(15, "module detached from the start", CONTRACT, 1, run_with(broken.detached(1))),
     Fault(
@@ -303,9 +292,16 @@ FAULTS: tuple[Fault, ...] = (
         run_with(training={"learningRate": 1.0}),
         # Weights of size 1 make every attention certain; a softmax that gives 1 and 0 has the
         # derivative 0, and to_q and to_k with it: in part of the elements, then in all.
-        frozenset({"GradientUnderflow", "DeadModules"}),
+        frozenset({"GradientUnderflow", "DeadModules", "AdapterTooLarge"}),
     ),
-    Fault(19, "lora_B stays 0", CONTRACT, 2, run_with(broken.frozen_up_projections)),
+    Fault(
+        19,
+        "lora_B stays 0",
+        "OptimizerWrong",
+        2,
+        run_with(broken.frozen_up_projections),
+        frozenset({"StateAltered"}),
+    ),
     Fault(
         21,
         "a rank that keeps its own gradient once",
@@ -378,8 +374,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         28,
         "one gradient element of one step times 2^32",
-        "StepSpiked",
+        "GradientCorrupted",
         28,
         run_with(broken.scaled_element(2.0**32, step=28), training={"steps": 29}),
     ),
+    *JUMP_FAULTS,
+    *STATE_FAULTS,
+    *OPTIMIZER_FAULTS,
+    *GRADIENT_FAULTS,
+    *BASE_FAULTS,
+    *SIZE_FAULTS,
+    *OVERFLOW_FAULTS,
+    *AVERAGE_FAULTS,
 )

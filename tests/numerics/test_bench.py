@@ -13,7 +13,8 @@ from kubelora_api.training_spec import OptimizerName
 from tests.numerics import injections
 from tests.numerics.__main__ import Verdict, _fault_row, judge_fault, judge_healthy
 from tests.numerics.bench import Injection, Observation, Seen
-from tests.numerics.fault_table import FAULTS, Fault
+from tests.numerics.fault_table import FAULTS
+from tests.numerics.faults import Fault
 from tests.numerics.healthy_table import HEALTHY
 from tests.numerics.results_page import FaultRow, HealthyRow, page
 from tests.trainer.fixtures.engine import Engine

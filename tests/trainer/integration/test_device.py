@@ -191,7 +191,8 @@ def rig(demo: DemoPaths, base: BaseModel, spec: dict[str, dict[str, object]]) ->
     state = build_train_state(run, inputs)
     facts = facts_of(job.spec.training, state.buffers, 4, job.spec.adapter.dropout)
     categories = [sample.category for sample in photos.samples]
-    watchdog = Watchdog(build_detectors(Watched(facts, state.buffers, categories)))
+    watched = Watched(facts, state.buffers, categories, training=job.spec.training)
+    watchdog = Watchdog(build_detectors(watched))
     watchdog.start(WatchState(), RunStart("new", state.buffers, state.optimizer))
     objective.observer = watchdog.on_micro_batch
     parts: Any = Parts(

@@ -7,7 +7,7 @@ and known to nothing else: neither the loss nor the training loop names one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.lora.adapter import AdapterModule
 from kubelora_trainer.objective.micro_batch_facts import MicroBatchFacts
 from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
+from kubelora_trainer.optim.ema import ExponentialMovingAverage
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.storage.run_record import Rollback
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
@@ -31,7 +32,8 @@ class RunStart:
     untrained: whether the adapter is fresh, neither resumed nor initialised from another one.
     step: optimizer steps done. moved: those among them that moved a weight. skipped: those that
     the loss scaler left out. planned_before: optimizer steps that an earlier attempt planned; None
-    if unknown. rollback: what a rollback left out, once there was one.
+    if unknown. rollback: what a rollback left out, once there was one. frozen: weights of the base
+    model that every pass reads, by name. average: of the weights, if there is one.
     """
 
     reason: Literal["new", "resumed", "rolled back"]
@@ -44,6 +46,37 @@ class RunStart:
     skipped: int = 0
     planned_before: int | None = None
     rollback: Rollback | None = None
+    frozen: Mapping[str, Tensor] = field(default_factory=dict)
+    average: ExponentialMovingAverage | None = None
+
+
+@dataclass(frozen=True)
+class BackwardFacts:
+    """One backward pass that is about to be done.
+
+    step: optimizer step that its window belongs to, from 1. place: from 0, among this rank's passes
+    of the window. last: whether it is their last. loss: scalar on the device, before any scaling.
+    """
+
+    step: int
+    place: int
+    last: bool
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """One optimizer step that is about to be done; gradients are finished and clipped.
+
+    step: from 1. scale: scalar on the device, what the window's sum was multiplied by: one over its
+    samples and over the loss scale, times the clipping coefficient. alone: whether no other rank
+    has a part in the gradient.
+    """
+
+    step: int
+    learning_rate: float
+    scale: Tensor
+    alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,8 +120,19 @@ class Detector(Protocol):
         """
         return
 
+    def before_backward(self, facts: BackwardFacts) -> None:
+        """Look at the accumulator before a backward pass. Nothing here may wait for the device."""
+        return
+
     def on_backward(self) -> None:
         """Check what a backward pass left behind. Nothing here may wait for the device."""
+        return
+
+    def before_update(self, update: UpdateFacts) -> None:
+        """Look at weights, state and finished gradient before the optimizer step.
+
+        Nothing here may wait for the device.
+        """
         return
 
     def measure(self, step: int) -> Mapping[str, Tensor]:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from kubelora_api.status import Finding
 from kubelora_api.thresholds import GRADIENT_NONFINITE, THRESHOLDS
-from kubelora_trainer.health.detector import Detector, Judgement, RunStart
+from kubelora_trainer.health.detector import (
+    BackwardFacts,
+    Detector,
+    Judgement,
+    RunStart,
+    UpdateFacts,
+)
 from kubelora_trainer.health.watch_state import WatchState
 from kubelora_trainer.objective.micro_batch_facts import MicroBatchFacts
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
@@ -50,10 +56,20 @@ class Watchdog:
         for detector in self._detectors:
             detector.on_micro_batch(facts)
 
+    def before_backward(self, facts: BackwardFacts) -> None:
+        """Let the detectors look at the accumulator before a backward pass."""
+        for detector in self._detectors:
+            detector.before_backward(facts)
+
     def on_backward(self) -> None:
         """Check a backward pass. Raises NumericalError for a broken contract."""
         for detector in self._detectors:
             detector.on_backward()
+
+    def before_update(self, update: UpdateFacts) -> None:
+        """Let the detectors look at everything before the optimizer step."""
+        for detector in self._detectors:
+            detector.before_update(update)
 
     def measure(self, step: int) -> dict[str, Tensor]:
         """Collect the tensors that detectors want to read with the numbers of ``step``."""

@@ -43,7 +43,7 @@ class AdapterModule:
         part: Model that the layer belongs to.
         magnitude: DoRA magnitudes, (outputs,); for a convolution (1, outputs, 1, 1). None without
             DoRA.
-        base_weight: The frozen weight that is adapted; needed only for DoRA norms.
+        base_weight: The frozen weight that is adapted.
     """
 
     name: str
@@ -247,7 +247,7 @@ def _initialised(part: Part, name: str, layer: LoraLayer, init: Init, seed: int)
         )
         down.copy_(drawn.view_as(down))
         up.zero_()
-    magnitude = base_weight = None
+    magnitude, base_weight = None, layer.get_base_layer().weight
     if ADAPTER_NAME in layer.lora_magnitude_vector:
         magnitude, base_weight = use_exact_dora(layer, full_name(part, name), ADAPTER_NAME)
     return AdapterModule(

@@ -11,6 +11,7 @@ from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.moments import Damping
 from kubelora_trainer.optim.param_groups import rate_groups
 from kubelora_trainer.optim.precision import DTYPE_NAMES
+from kubelora_trainer.optim.state_sums import StateSums
 from kubelora_trainer.utils.stateful import check_like
 
 
@@ -35,6 +36,7 @@ class FlatAdamW:
         self, buffers: AdapterBuffers, spec: OptimizerSpec, scales: Sequence[float] | None = None
     ) -> None:
         self._buffers = buffers
+        self.sums: StateSums | None = None
         self._eps = 1e-8 if spec.eps is None else spec.eps
         self._beta2 = 0.999 if spec.beta2 is None else spec.beta2
         self.first_moment = torch.zeros_like(buffers.masters)
@@ -62,6 +64,16 @@ class FlatAdamW:
             }
 
     @property
+    def state_buffers(self) -> Sequence[Tensor]:
+        """Both moments."""
+        return (self.first_moment, self.second_moment)
+
+    @property
+    def step_count(self) -> Tensor:
+        """Steps that updated the state, on the device."""
+        return self._steps[0]
+
+    @property
     def damping(self) -> Damping:
         """Denominator of the step; the step count is the fused kernel's own."""
         return Damping(eps=self._eps, correction=1 - self._beta2 ** self._steps[0])
@@ -73,6 +85,8 @@ class FlatAdamW:
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them; see `AdapterOptimizer`."""
+        if self.sums:
+            self.sums.begin()
         self._buffers.cast_gradient()
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate * group["scale"]
@@ -81,6 +95,8 @@ class FlatAdamW:
         self._adamw.found_inf = non_finite  # type: ignore[attr-defined]
         self._adamw.step()
         self._buffers.publish_masters()
+        if self.sums:
+            self.sums.finish()
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return both moments, flat, and the count of effective steps (for bias correction)."""
@@ -101,3 +117,5 @@ class FlatAdamW:
         self.second_moment.copy_(tensors["second_moment"])
         for steps in self._steps:
             steps.copy_(tensors["steps"])
+        if self.sums:
+            self.sums.forget()

@@ -4,17 +4,32 @@ An optimizer works on per-factor views of the flat master weights, in their true
 Adafactor and 8-bit states need. A non-finite gradient changes neither weights nor state.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from kubelora_api.schema import JsonObject
 from kubelora_trainer.optim.moments import Damping, Elements
+from kubelora_trainer.optim.state_sums import StateSums
 
 
 class AdapterOptimizer(Protocol):
-    """An optimizer that turns the finished gradient into updated masters; also a `Stateful`."""
+    """An optimizer that turns the finished gradient into updated masters; also a `Stateful`.
+
+    sums: compared at each step's start and taken at its end, if set; forgotten when state is
+    loaded.
+    """
+
+    sums: StateSums | None
+
+    @property
+    def state_buffers(self) -> Sequence[Tensor]:
+        """All state per element as few tensors as there are; empty before the first step."""
+
+    @property
+    def step_count(self) -> Tensor | int:
+        """Steps that updated the first factor's state; does not wait for the device."""
 
     @property
     def first_moment(self) -> Tensor | None:

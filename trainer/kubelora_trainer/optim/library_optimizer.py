@@ -7,7 +7,7 @@ waits for the device once per optimizer step (only the fused AdamW decides on th
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -21,6 +21,7 @@ from kubelora_api.training_spec import OptimizerName
 from kubelora_trainer.optim.bnb_8bit import EightBitMoment
 from kubelora_trainer.optim.flat_buffers import AdapterBuffers
 from kubelora_trainer.optim.moments import Damping, Elements
+from kubelora_trainer.optim.state_sums import StateSums
 from kubelora_trainer.utils.errors import ConfigurationError
 from kubelora_trainer.utils.stateful import check_like
 
@@ -69,6 +70,7 @@ class LibraryOptimizer:
     ) -> None:
         self._buffers, self._library, self._state = buffers, library, state
         self._eight_bits = eight_bits
+        self.sums: StateSums | None = None
         self.state_text, self.state_bytes = state.text, state_bytes
         self.ignores_zero_rate = state.ignores_zero_rate
         self._moments: dict[str, Tensor] = {
@@ -99,6 +101,22 @@ class LibraryOptimizer:
         return float(self._library.param_groups[0].get("d", 1.0))
 
     @property
+    def state_buffers(self) -> Sequence[Tensor]:
+        """Flat moments where the library has them, and the rest factor by factor."""
+        flat = list(self._moments.values())
+        kept = {"step", *self._state.constants, self._state.first, self._state.second}
+        for _, state in self._by_factor():
+            flat += [v for n, v in state.items() if isinstance(v, Tensor) and n not in kept]
+        return flat
+
+    @property
+    def step_count(self) -> Tensor | int:
+        """Steps that updated the first factor's state."""
+        first = self._library.state.get(self._buffers.master_parameters[0], {})
+        count: Tensor | int = first.get("step", 0)
+        return count
+
+    @property
     def damping(self) -> Damping | None:
         """Denominator of the step; None if the step has another form."""
         damping = self._state.damping
@@ -115,6 +133,8 @@ class LibraryOptimizer:
 
     def step(self, learning_rate: float, non_finite: Tensor) -> None:
         """Update the masters and publish them; skip the step if the gradient is not finite."""
+        if self.sums:
+            self.sums.begin()
         if bool(non_finite):
             return
         self._buffers.cast_gradient()
@@ -123,6 +143,8 @@ class LibraryOptimizer:
         self._library.step()
         self._adopt_moments()
         self._buffers.publish_masters()
+        if self.sums:
+            self.sums.finish()
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the state of each factor as ``factor/name``; empty before the first step."""
@@ -158,6 +180,8 @@ class LibraryOptimizer:
         for group, saved in zip(self._library.param_groups, scalars["groups"], strict=True):
             group.update(saved)
         self._adopt_all()
+        if self.sums:
+            self.sums.forget()
 
     def _check(self, tensors: Mapping[str, Tensor], scalars: JsonObject) -> None:
         present = self.tensors()

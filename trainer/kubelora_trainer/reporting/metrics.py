@@ -1,5 +1,6 @@
 """Prometheus metric families of a run."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class TrainerMetrics(Collector):
         for group, of_group in groups.items():
             if of_group.grad_nonfinite:
                 self._nonfinite(group).inc(of_group.grad_nonfinite)
+        if not math.isnan(numbers.adapter_size):  # measured every few steps
+            self._set(metrics.ADAPTER_SIZE, numbers.adapter_size)
         # Set at once: the next step may have other categories.
         for category, of_category in numbers.category_losses.items():
             self._set(metrics.CATEGORY_LOSS, of_category.loss, category=category)

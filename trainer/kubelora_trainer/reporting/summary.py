@@ -20,6 +20,8 @@ class RunSummary:
         loss: Last loss.
         health: Findings and verdict.
         norm_range: Smallest and largest total gradient norm after the first steps.
+        adapter_size: Norm of the adapter's update over that of the weight, of the module where it
+            is largest; None if it was not measured.
         adapter: Path of the adapter.
         samples: Directory of sample images; None if there are none.
         log: Path of the run log.
@@ -34,6 +36,7 @@ class RunSummary:
     loss: float | None
     health: HealthStatus
     norm_range: tuple[float, float] | None
+    adapter_size: float | None
     adapter: Path
     samples: Path | None
     log: Path
@@ -52,6 +55,10 @@ def summary_text(summary: RunSummary) -> str:
     if summary.norm_range is not None:
         low, high = summary.norm_range
         lines.append(f"  gradient norm  {low:.3g} to {high:.3g}, before clipping")
+    if summary.adapter_size is not None:
+        lines.append(
+            f"  adapter size   {summary.adapter_size:.2g} of the weight it is added to, at most"
+        )
     lines.append(f"  adapter        {summary.adapter}")
     if summary.samples is not None:
         lines.append(f"  sample images  {summary.samples}")

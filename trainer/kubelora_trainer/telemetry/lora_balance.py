@@ -54,7 +54,7 @@ class BalanceProbe:
         self.pairs = pairs_of(buffers.slots)
         device = buffers.gradient.device
         self._none = torch.zeros(0, 2, dtype=torch.float64, device=device)
-        batches = list(_batches(buffers.slots, self.pairs, chunk_elements))
+        batches = list(batches_of_one_shape(buffers.slots, self.pairs, chunk_elements))
         order = [index for batch in batches for index in batch]
         self._place = torch.tensor(order, device=device).argsort()
         self._batches = [_Batch(buffers, [self.pairs[index] for index in b]) for b in batches]
@@ -113,9 +113,19 @@ def pooled(pairs: Sequence[Pair], measured: Sequence[tuple[float, float]]) -> Ma
     return {block: balance(*both) for block, both in sums.items()}
 
 
-def _batches(
+def batches_of_one_shape(
     slots: Sequence[Slot], pairs: Sequence[Pair], chunk_elements: int
 ) -> Iterator[list[int]]:
+    """Divide the pairs into batches to multiply together.
+
+    Args:
+        slots: All slots.
+        pairs: The pairs.
+        chunk_elements: Elements of each factor in a batch, at most.
+
+    Yields:
+        Indices of the pairs of one batch.
+    """
     by_shape: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for index, pair in enumerate(pairs):
         shapes = (slots[pair.down].shape, slots[pair.up].shape)

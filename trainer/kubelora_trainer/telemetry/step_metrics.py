@@ -12,6 +12,9 @@ from typing import Final
 from kubelora_api import metrics
 from kubelora_trainer.optim.loss_scaler import LEAST_SCALE
 
+MODULE_SIZES: Final = "adapter.size"
+"""Name, among the numbers of detectors, of each module's update over its weight."""
+
 
 @dataclass(frozen=True)
 class GroupNumbers:
@@ -103,6 +106,11 @@ class StepNumbers:
         """
         failed = self.nonfinite > 0 or not math.isfinite(self.grad_norm)
         return failed and math.isfinite(self.loss) and self.loss_scale > LEAST_SCALE
+
+    @property
+    def adapter_size(self) -> float:
+        """The largest update of a module over its weight; NaN where this step did not measure."""
+        return max(self.extra.get(MODULE_SIZES, ()), default=math.nan)
 
     @property
     def nonfinite(self) -> int:

@@ -16,6 +16,7 @@ from kubelora_api.training_spec import Training
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.distributed.process_group import SINGLE_PROCESS, ProcessGroup, ReducedWindow
 from kubelora_trainer.distributed.reduce_payload import ControlFlags
+from kubelora_trainer.health.detector import BackwardFacts, UpdateFacts
 from kubelora_trainer.health.policy import RollbackRequiredError
 from kubelora_trainer.health.watchdog import Watchdog
 from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
@@ -197,9 +198,13 @@ def accumulate_window(parts: Parts, position: RunPosition, stop: Callable[[], bo
         of_order = micro_step + position.skipped
         name = MicroStepName(position.step + 1, micro_step - window.start, of_order)
         dumping = parts.dump.micro_step(name) if parts.dump else nullcontext()
+        micro_batch = parts.objective(of_order)
+        loss_sum = micro_batch.loss_sum
+        last = micro_step == own[-1]
+        parts.watchdog.before_backward(
+            BackwardFacts(position.step + 1, own.index(micro_step), last, loss_sum.detach())
+        )
         with parts.telemetry.micro_step(micro_step), dumping:
-            micro_batch = parts.objective(of_order)
-            loss_sum = micro_batch.loss_sum
             (parts.scaler.scaled(loss_sum) if parts.scaler else loss_sum).backward()
         parts.watchdog.on_backward()
         loss = loss + micro_batch.loss_sum.detach().double()
@@ -219,7 +224,17 @@ def take_step(parts: Parts, exchanged: ReducedWindow) -> tuple[PendingNumbers, R
     if parts.scaler:
         buffers.scale(parts.scaler.inverse)
     norm = telemetry.measure_gradient()  # before clipping, which would hide its size
-    buffers.scale(clip_coefficient(norm, parts.training.max_grad_norm))
+    clipping = clip_coefficient(norm, parts.training.max_grad_norm)
+    buffers.scale(clipping)
+    scale = clipping / position.window_samples
+    parts.watchdog.before_update(
+        UpdateFacts(
+            position.step + 1,
+            rate,
+            scale * parts.scaler.inverse if parts.scaler else scale,
+            alone=parts.process_group.share.size == 1,
+        )
+    )
     non_finite = (~torch.isfinite(norm)).float()
     with telemetry.update():
         parts.optimizer.step(rate, non_finite)

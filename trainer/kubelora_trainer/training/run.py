@@ -16,6 +16,7 @@ from rich.console import Console
 
 from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import ExitCode, OutputPath
+from kubelora_api.report import RunReport
 from kubelora_api.spec import Health
 from kubelora_api.status import Artifact
 from kubelora_trainer.health.detectors import Watched
@@ -198,6 +199,7 @@ def _train_and_export(
         categories=[sample.category for sample in inputs.dataset.samples],
         files=[sample.file for sample in inputs.dataset.samples],
         baseline=load_baseline_for_run(run, folder, made_of, plan.optimizer_steps),
+        training=spec.training,
     )
     watchdog = start_watchdog(run, inputs, watched, position, start)
     metrics.data_wait = inputs.objective.data_wait
@@ -250,7 +252,7 @@ def _train_and_export(
     if log.exists():  # a crash may have damaged all of it
         artifacts.append(artifact_of(folder, log))
     folder.write_manifest("Done", artifacts=artifacts)
-    logger.info("\n" + summary_text(_summary(session, position.step, exporter.report.loss, log)))
+    logger.info("\n" + summary_text(_summary(session, position.step, exporter.report, log)))
     with suppress(PeerLostError):  # everything is written: a lost rank no longer matters
         run.process_group.broadcast_object(None)
     upload_adapter(run, folder, artifacts)
@@ -296,15 +298,16 @@ def _parts(session: RunHooks) -> Parts:
     )
 
 
-def _summary(session: RunHooks, step: int, loss: float | None, log: Path) -> RunSummary:
+def _summary(session: RunHooks, step: int, report: RunReport, log: Path) -> RunSummary:
     run, spec, folder = session.run, session.run.job.spec, session.folder
     return RunSummary(
         name=run.job.metadata.name,
         steps=step,
         seconds=time.monotonic() - run.begun,
-        loss=loss,
+        loss=report.loss,
         health=session.reporter.watch.status(),
         norm_range=session.reporter.norm_range,
+        adapter_size=report.adapter_size,
         adapter=folder.place(OutputPath.DIFFUSERS_WEIGHTS),
         samples=folder.place(OutputPath.SAMPLES) if spec.validation.prompts else None,
         log=log,

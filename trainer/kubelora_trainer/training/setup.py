@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kubelora_api.names import OutputPath
 from kubelora_api.spec import Adapter, JobSpec, Model
@@ -66,6 +67,17 @@ class TrainingInputs:
         parts = {module.part for module in self.modules}
         pairs = zip(TEXT_PARTS, self.base.text_encoders, strict=True)
         return {part: encoder for part, encoder in pairs if part in parts}
+
+    @property
+    def frozen_weights(self) -> dict[str, Tensor]:
+        """Weights and buffers that passes read and nothing trains, by name."""
+        models = {"unet": self.base.unet, **self.trained_encoders}
+        return {
+            f"{part}.{name}": tensor
+            for part, model in models.items()
+            for name, tensor in chain(model.named_parameters(), model.named_buffers())
+            if not tensor.requires_grad
+        }
 
     @property
     def factors(self) -> list[Factor]:

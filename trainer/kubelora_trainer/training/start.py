@@ -146,4 +146,6 @@ def run_start(
         skipped=skipped,
         planned_before=planned_before,
         rollback=position.rollback,
+        frozen=inputs.frozen_weights,
+        average=state.average,
     )

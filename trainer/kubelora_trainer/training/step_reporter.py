@@ -135,6 +135,8 @@ class Reporter:
                 "loss": _finite_or_none(numbers.loss),
                 "category_loss": self._exporter.report.category_loss | _of_categories(numbers),
                 "grad_norm": _finite_or_none(numbers.grad_norm),
+                "adapter_size": _finite_or_none(numbers.adapter_size)
+                or self._exporter.report.adapter_size,
                 "learning_rate": significant(numbers.learning_rate),
                 "samples_per_second": significant(per_second),
                 "seconds_left": significant(left),
