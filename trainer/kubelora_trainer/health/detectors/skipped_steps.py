@@ -97,7 +97,9 @@ class SkippedSteps(Detector):
         return {
             "skipped_steps": {
                 "recent": list(self._recent),
+                "in_a_row": self._good_in_a_row,
                 "settled": self._settled,
+                "window": sorted(self._window),
                 "skipped": {str(sample): count for sample, count in self._skipped.items()},
                 "kept": sorted(self._kept),
             }
@@ -110,4 +112,5 @@ class SkippedSteps(Detector):
         self._settled = bool(own.get("settled", False))
         self._skipped = {int(s): int(n) for s, n in own.get("skipped", {}).items()}
         self._kept = set(own.get("kept", ()))
-        self._window, self._windows = set(), {}
+        self._good_in_a_row = int(own.get("in_a_row", 0))
+        self._window, self._windows = set(own.get("window", ())), {}
