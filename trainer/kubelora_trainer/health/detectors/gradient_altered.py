@@ -72,55 +72,50 @@ class GradientAltered(Detector):
         return NOTHING
 
     def _forget(self) -> None:
-        self._after: Tensor | None = None
-        self._before: Tensor | None = None
-        self._loss: Tensor | None = None
-        self._between = self._silent = self._none
-        self._lost = self._passes = self._none[:1]
+        self._begun = False
+        self._before: list[Tensor] = []
+        self._after: list[Tensor] = []
+        self._losses: list[Tensor] = []
         self._measured: dict[str, Tensor] = {}
 
     def before_backward(self, facts: BackwardFacts) -> None:
-        """Compare the accumulator with what the pass before left, or with 0."""
+        """Take the elements as the pass before left them, or as the window begins."""
         if self._start is None:
             return
         if facts.place == 0:
             self._forget()
+            self._begun = True  # else the window was resumed in its middle
             self._sample.move_to(facts.step)
-        now = self._sample.take(self._start.buffers.gradient)
-        left = torch.zeros_like(now) if facts.place == 0 else self._after
-        if left is not None:  # else the window was resumed here
-            self._between = self._between + (now != left).any(1)
-        self._before, self._loss = now, facts.loss
+        self._before.append(self._sample.take(self._start.buffers.gradient))
+        self._losses.append(facts.loss)
 
     def on_backward(self) -> None:
-        """Note which slots the pass has changed."""
-        if self._start is None or self._before is None or self._loss is None:
-            return
-        self._after = self._sample.take(self._start.buffers.gradient)
-        still = (self._after == self._before).all(1)
-        counts = self._loss != 0  # of masks and weights that are 0 for all of it
-        self._silent = self._silent + (still & counts)
-        self._lost = self._lost + (still.all() & counts)
-        self._passes = self._passes + counts
-        self._before = None
+        """Take the elements as the pass leaves them. Nothing is compared before the window ends."""
+        if self._start is not None and len(self._after) < len(self._before):
+            self._after.append(self._sample.take(self._start.buffers.gradient))
 
     def before_update(self, update: UpdateFacts) -> None:
-        """Compare the finished gradient with the sum that the last pass left, by slot."""
-        left, self._after = self._after, None
-        if left is None or self._start is None:
+        """Compare all passes, and the finished gradient with the sum that the last one left."""
+        if self._start is None or not self._after or len(self._after) != len(self._before):
+            self._forget()
             return
+        before, after = torch.stack(self._before), torch.stack(self._after)
+        first = torch.zeros_like(before[:1]) if self._begun else before[:1]
+        counts = torch.stack(self._losses) != 0  # of masks and weights that are 0 for all of it
+        still = (after == before).all(2) & counts.unsqueeze(1)
         final = self._none + torch.nan
         if update.alone:
-            wanted = left.double() * update.scale
+            wanted = after[-1].double() * update.scale
             found = self._sample.take(self._start.buffers.gradient).double()
             off = torch.linalg.vector_norm(found - wanted, dim=1)
-            final = off / torch.linalg.vector_norm(wanted, dim=1)
-            final = torch.where(off == 0, 0.0, final)
+            final = torch.where(off == 0, 0.0, off / torch.linalg.vector_norm(wanted, dim=1))
+        between = before != torch.cat([first, after[:-1]])
+        self._forget()
         self._measured = {
-            _BETWEEN: self._between,
-            _SILENT: self._silent,
-            _LOST: self._lost,
-            _PASSES: self._passes,
+            _BETWEEN: between.any(2).sum(0),
+            _SILENT: still.sum(0),
+            _LOST: still.all(1).sum().reshape(1),
+            _PASSES: counts.sum().reshape(1),
             _FINAL: final,
         }
 
