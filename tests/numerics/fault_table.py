@@ -145,7 +145,7 @@ FAULTS: tuple[Fault, ...] = (
         "UpdatesLost",
         9,
         run_with(broken.magnitudes_in(torch.bfloat16), adapter={"rank": 4, "dora": True}),
-        ROUNDED_AFTERWARDS,
+        sooner=ROUNDED_AFTERWARDS,
     ),
     Fault(
         6,
@@ -158,7 +158,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
             training={"steps": 24},
         ),
-        ROUNDED_AFTERWARDS,
+        sooner=ROUNDED_AFTERWARDS,
     ),
     Fault(
         6,
@@ -201,7 +201,7 @@ FAULTS: tuple[Fault, ...] = (
         "GradientUnderflow",
         9,
         run_with(broken.gradients_through(torch.float16)),
-        BETWEEN,
+        sooner=BETWEEN,
     ),
     Fault(
         9,
@@ -231,7 +231,7 @@ FAULTS: tuple[Fault, ...] = (
         "GradientImbalance",
         9,
         run_with(broken.never_zeroed),
-        BETWEEN,
+        sooner=BETWEEN,
     ),
     Fault(
         13,
@@ -239,7 +239,7 @@ FAULTS: tuple[Fault, ...] = (
         "GradientImbalance",
         9,
         run_with(broken.lost_micro_step, training={"gradientAccumulation": 4}),
-        BETWEEN,
+        sooner=BETWEEN,
     ),
     Fault(
         14,
@@ -247,7 +247,7 @@ FAULTS: tuple[Fault, ...] = (
         "GradientImbalance",
         9,
         run_with(broken.divided_twice, training={"gradientAccumulation": 4}),
-        BETWEEN,
+        sooner=BETWEEN,
     ),
     Fault(15, "module detached from the start", CONTRACT, 1, run_with(broken.detached(1))),
     Fault(
@@ -292,7 +292,8 @@ FAULTS: tuple[Fault, ...] = (
         run_with(training={"learningRate": 1.0}),
         # Weights of size 1 make every attention certain; a softmax that gives 1 and 0 has the
         # derivative 0, and to_q and to_k with it: in part of the elements, then in all.
-        frozenset({"GradientUnderflow", "DeadModules", "AdapterTooLarge"}),
+        frozenset({"GradientUnderflow", "DeadModules"}),
+        sooner=frozenset({"AdapterTooLarge"}),
     ),
     Fault(
         19,
@@ -300,7 +301,7 @@ FAULTS: tuple[Fault, ...] = (
         "OptimizerWrong",
         2,
         run_with(broken.frozen_up_projections),
-        frozenset({"StateAltered"}),
+        sooner=frozenset({"StateAltered"}),
     ),
     Fault(
         21,

@@ -5,7 +5,8 @@ import pytest
 from kubelora_api.status import Finding
 from kubelora_api.thresholds import FINDINGS, PRECEDENCE, by_precedence
 from kubelora_trainer.health.watch_state import WatchState
-from tests.numerics.fault_table import FAULTS, Fault
+from tests.numerics.fault_table import FAULTS
+from tests.numerics.faults import Fault
 
 SEVERAL = [f for f in FAULTS if f.also]
 
