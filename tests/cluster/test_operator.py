@@ -47,7 +47,7 @@ def start(cluster: Path, namespace: str, shell_image: str, tmp_path: Path) -> It
     """Start an operator for the test's namespace; all of them end with the test."""
     running: list[subprocess.Popen[bytes]] = []
 
-    def begin(identity: str = "one") -> subprocess.Popen[bytes]:
+    def begin(identity: str = "one", *options: str) -> subprocess.Popen[bytes]:
         log = (tmp_path / f"{identity}.log").open("ab")
         process = subprocess.Popen(
             [
@@ -55,6 +55,7 @@ def start(cluster: Path, namespace: str, shell_image: str, tmp_path: Path) -> It
                 *("--trainer-image", shell_image, "--lease-namespace", namespace),
                 *("--identity", identity, "--metrics-port", "0", "--poll-seconds", "2"),
                 *("--progress-seconds", "2"),
+                *options,
             ],
             env=os.environ | {"KUBECONFIG": str(cluster)},
             stderr=log,
@@ -304,3 +305,29 @@ def test_what_the_api_server_refuses_of_a_pod_template_is_a_sentence_and_can_be_
     scoped("patch", "ltj", "bottles", "--type=merge", "-p", mended)
     until(lambda: status(scoped).get("state") == "Running", scoped)
     assert status(scoped)["attempt"] == 1
+
+
+def test_what_the_pod_policy_refuses_starts_once_it_is_removed_behind_a_network_policy(
+    scoped: Kubectl, namespace: str, start: Start, claim_directory: Any, tmp_path: Path
+) -> None:
+    claim_directory("adapters", tmp_path / "adapters")
+    start("one", "--network-policy", '{"operator": {"podSelector": {}}}')
+    hostile = {
+        "priorityClassName": "system-node-critical",
+        "annotations": {"k8s.v1.cni.cncf.io/networks": "kube-system/host"},
+    }
+    scoped.create(job(namespace, "600", podTemplate=hostile))
+    until(lambda: condition(scoped, "Accepted").get("reason") == "PodTemplateNotAllowed", scoped)
+    message = condition(scoped, "Accepted")["message"]
+    assert "podPolicy.priorityClasses" in message
+    assert "podPolicy.annotations" in message
+    assert items(scoped, "jobs") == []
+    removed = '{"spec":{"podTemplate":{"priorityClassName":null,"annotations":null}}}'
+    scoped("patch", "ltj", "bottles", "--type=merge", "-p", removed)
+    until(lambda: status(scoped).get("state") == "Running", scoped)
+    [policy] = items(scoped, "networkpolicies")
+    [pod] = items(scoped, "pods")
+    selected = policy["spec"]["podSelector"]["matchLabels"].items()
+    assert selected <= pod["metadata"]["labels"].items()
+    scoped("delete", "ltj", "bottles")
+    until(lambda: items(scoped, "networkpolicies") == [], scoped)
