@@ -101,6 +101,7 @@ def run_panels() -> list[Panel]:
         _by_group("Accumulation error", metrics.ACCUMULATION_ERROR_RATIO, "percentunit"),
         _by_group("Lost updates", metrics.UPDATE_LOST_RATIO, "percentunit"),
         _by_group("Update scale", metrics.UPDATE_SCALE),
+        _of_job("Size of the adapter", metrics.ADAPTER_SIZE),
         _by_group("Second moments that are stuck", metrics.OPTIMIZER_STUCK_RATIO, "percentunit"),
         _by_group("Damping by eps", metrics.ADAM_EPS_DAMPING_RATIO, "percentunit"),
         _by_group("Balance of lora_A and lora_B", metrics.LORA_BALANCE),
@@ -152,6 +153,9 @@ def fleet_panels() -> list[Panel]:
         Panel("Jobs by finding", "short", metrics.JOB_FINDING, ((found, "{{finding}}"),)),
         Panel("Jobs by reason", "short", metrics.JOB_STATE, ((reasons, "{{state}} {{reason}}"),)),
         Panel("GPU hours of existing jobs", "h", metrics.JOB_ACTIVE_SECONDS, ((hours, name),)),
+        Panel(
+            "Goodput", "percentunit", metrics.JOB_GOODPUT, ((per_job(metrics.JOB_GOODPUT), job),)
+        ),
         Panel("GPUs asked for", "short", metrics.JOB_GPUS, ((per_job(metrics.JOB_GPUS), job),)),
         Panel("Progress", "percentunit", metrics.JOB_STEPS_PLANNED, ((done, job),)),
         Panel("Last loss", "short", metrics.JOB_LOSS, ((per_job(metrics.JOB_LOSS), job),)),
