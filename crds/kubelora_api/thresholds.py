@@ -111,7 +111,8 @@ UPDATES_DAMPED: Final = Threshold(
     skip_steps=3,
     quantity="mean of sqrt(v) / (sqrt(v) + eps) of lora_B",
     sentence="The optimizer's eps is as large as the gradients and takes a part of every step, "
-    "most from the smallest: lower training.optimizer.eps (default 1e-8).",
+    "most from the smallest: raise training.maxGradNorm where it makes gradients tiny, else lower "
+    "training.optimizer.eps (default 1e-8).",
     reason="At 0.75 eps is a third of the root of the second moment. lora_B alone is judged: its "
     "gradients have their size from the first step (0.98 with maxGradNorm 1e-3 on the tiny model, "
     "0.5 to 0.6 with eps 1e-4), those of lora_A begin at 0 and may be as small as eps for a while.",
@@ -146,7 +147,8 @@ GRADIENT_UNDERFLOW: Final = Threshold(
     quantity="share of exact zeros in the gradients of modules that have one; left out: "
     "embeddings, and lora_A where adapter.dropout leaves columns without input",
     sentence="Part of the gradient is exactly zero: it went through a type that has no number "
-    "small enough (fp16 ends at 6e-8). Scale the loss, or keep gradients in fp32.",
+    "small enough. Set precision.compute to bf16 and the accumulator to fp32; where they are, "
+    "lower training.learningRate: weights that are too large saturate the layers.",
     reason="Sums of products of continuous numbers are zero by chance alone: medians up to 0.15 % "
     "in bf16, 0 in fp32; fp32 gradients that went through fp16 show 2 to 6 % in lora_A. Embeddings "
     "of sizes and time read sines of 0, which are exactly 0.",

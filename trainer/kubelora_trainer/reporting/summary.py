@@ -76,7 +76,8 @@ def health_text(health: HealthStatus) -> str:
         "Critical": "Critical",
     }[health.verdict]
     findings = [
-        f"{f.name} in {f.group} since step {f.since_step}: {f.message}" for f in health.findings
+        f"{f.name}{f' in {f.group}' if f.group else ''} since step {f.since_step}: {f.message}"
+        for f in health.findings
     ]
     return "\n                 ".join([meaning, *findings])
 
