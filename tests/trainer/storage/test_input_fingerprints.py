@@ -35,6 +35,7 @@ def _caption(copy: DemoPaths) -> None:
 
 def _image_more(copy: DemoPaths) -> None:
     shutil.copy(copy.photos / "coins.png", copy.photos / "new.png")
+    (copy.photos / "new.txt").write_text("more coins")
 
 
 def _other_weights(copy: DemoPaths) -> None:
@@ -66,6 +67,7 @@ def test_an_interrupted_run_whose_inputs_changed_is_refused_and_goes_on_once_the
     shutil.copytree(demo.model, copy.model, dirs_exist_ok=True)
     shutil.copy(demo.photos / "metadata.jsonl", copy.photos)
     (copy.photos / "new.png").unlink(missing_ok=True)
+    (copy.photos / "new.txt").unlink(missing_ok=True)
     resumed = in_this_process(given)
     assert resumed.exit_code == 0, resumed.output
     assert "at step 2" in resumed.output

@@ -101,7 +101,9 @@ def test_what_changed_is_told_field_by_field(tmp_path: Path) -> None:
     assert (
         "other settings: spec.adapter.alpha: not set -> 4.0; spec.adapter.rank: 16 -> 8; "
         "spec.training.seed: 0 -> 1. To continue it, restore them (spec.health, checkpoint, "
-        "tracking, workers, podTemplate, queueName, suspend, restartPolicy, dataset.cache, "
+        "tracking, workers, podTemplate, queueName, suspend, restartPolicy, "
+        "activeDeadlineSeconds, pendingDeadlineSeconds, ttlSecondsAfterFinished, "
+        "dataset.captions.maxMissing, dataset.cache, "
         "output.dtype, output.push and output.replaceExisting may change)."
     ) in str(refused.value)
 
@@ -216,3 +218,30 @@ def test_a_foreign_manifest_is_refused(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_made_is_a_sentence() -> None:
     with pytest.raises(OutputError, match="can't write to /sys/kubelora"):
         claim(Path("/sys/kubelora"), job())
+
+
+@pytest.mark.parametrize("left", ["", "checkpoints/step-000002/manifest.json", "gradients/a.npz"])
+def test_a_first_attempt_that_failed_before_a_checkpoint_does_not_bar_the_next(
+    tmp_path: Path, left: str
+) -> None:
+    first = claim(tmp_path, job())
+    assert isinstance(first, OutputFolder)
+    (tmp_path / "preflight.json").write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
+    if left:
+        (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / left).write_text("kept")
+    advised = changed(job(), "training", learning_rate=1e-5)
+    with pytest.raises(OutputError, match="other settings"):  # it may be running
+        claim(tmp_path, advised)
+    first.write_manifest("Failed", "metadata.csv was not read")
+    said: list[str] = []
+    if left:
+        with pytest.raises(OutputError, match="other settings"):
+            claim_output(tmp_path, advised, None, said.append)
+        return
+    again = claim_output(tmp_path, advised, None, said.append)
+    assert isinstance(again, OutputFolder)
+    assert again.attempt == 1
+    assert not (tmp_path / "preflight.json").exists()
+    assert "because that run ended before its first checkpoint" in said[0]

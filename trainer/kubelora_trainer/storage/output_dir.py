@@ -226,6 +226,14 @@ def _assert_resumable(path: Path, found: Manifest, changed: list[str]) -> None:
         )
 
 
+def _has_nothing_to_lose(path: Path, found: Manifest) -> bool:
+    """Return whether a run ended without a checkpoint, an adapter or a gradient dump."""
+    # An interrupted job of a cluster may be suspended, and its pod come back.
+    ended = found.state == "Failed" or (found.state == "Interrupted" and not _uid_of(found))
+    kept = (OutputPath.CHECKPOINTS, OutputPath.ADAPTER, OutputPath.GRADIENTS)
+    return ended and not any(file.is_file() for place in kept for file in (path / place).rglob("*"))
+
+
 def _make_room(
     path: Path,
     found: Manifest | None,
@@ -235,6 +243,9 @@ def _make_room(
     warn: Callable[[str], None],
 ) -> None:
     """Reject another run's output, or delete it on request; other files are left alone.
+
+    What a run left that ended before its first checkpoint is deleted without a request: a first
+    attempt fails often, and whoever follows the advice in its message has another run.
 
     why: what prevents that run from continuing with this job's length, if only that has changed.
     """
@@ -247,7 +258,8 @@ def _make_room(
             "their run. Move them elsewhere, or choose another spec.output.uri"
         )
     whose = f"run {found.run_id}'s"
-    if not replace:
+    unfinished = _has_nothing_to_lose(path, found)
+    if not replace and not unfinished:
         settings = (
             f" It was made with other settings: {join_changes(changed)}."
             f"{f' {why}.' if why else ''} To continue it, restore them "
@@ -259,7 +271,8 @@ def _make_room(
             f"{path}: contains {whose} output ({', '.join(present)}).{settings} Choose another "
             "spec.output.uri, or set spec.output.replaceExisting: true to delete it"
         )
-    warn(f"{path}: deleting {whose} output ({', '.join(present)}) because of replaceExisting")
+    because = "that run ended before its first checkpoint" if unfinished else "of replaceExisting"
+    warn(f"{path}: deleting {whose} output ({', '.join(present)}) because {because}")
     # The manifest goes last: it identifies the owner if a kill leaves the rest half deleted.
     present.sort(key=OutputPath.MANIFEST.__eq__)
     with writing_to(path):

@@ -120,6 +120,7 @@ def test_ranks_that_see_other_data_are_refused_before_training(
             (tmp_path / "other").mkdir()
             image = next(p for p in sorted(demo.photos.iterdir()) if p.suffix == ".png")
             shutil.copy(image, tmp_path / "other")
+            (tmp_path / "other" / image.name).with_suffix(".txt").write_text("a photo")
             mounts = {**options.mounts, "data": tmp_path / "other"}
             options = replace(options, mounts=mounts)
         rank(job, options, reports, rank_info, stop)
