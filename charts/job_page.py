@@ -42,4 +42,5 @@ def _row(field: FieldDoc) -> str:
 
 def _cell(text: str) -> str:
     """Escape what Markdown would read as markup in a table's cell."""
-    return "".join(f"\\{c}" if c in "|*_<>[]`\\" else c for c in text)
+    escaped = "".join(f"\\{c}" if c in "|*_<>[]`\\" else c for c in text)
+    return escaped.replace("](", "]\\(")  # a pattern is no link
