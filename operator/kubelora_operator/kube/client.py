@@ -97,7 +97,7 @@ class Cluster:
                 query={"limit": str(PAGE)} | selector | token,
                 accept=f"{_METADATA_ONLY},application/json",
             )
-            for metadata in (item["metadata"] for item in page.get("items", [])):
+            for metadata in (item["metadata"] for item in page.get("items") or []):
                 key = (metadata["namespace"], metadata["name"])
                 found[key] = (metadata["uid"], metadata["resourceVersion"])
             token = {"continue": page.get("metadata", {}).get("continue") or ""}
@@ -222,7 +222,7 @@ class Cluster:
         """List the Warning Events about the object with this uid."""
         query = {"fieldSelector": f"involvedObject.uid={uid},type=Warning", "limit": "50"}
         page = await self._request("GET", _path("/api/v1", namespace, "events"), query=query)
-        return list(page.get("items", []))
+        return list(page.get("items") or [])
 
     async def create_event(self, event: JsonObject) -> None:
         """Create an Event."""

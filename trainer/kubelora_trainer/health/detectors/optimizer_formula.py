@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from kubelora_api.findings_of_steps import OPTIMIZER_WRONG
+from kubelora_api.schema import JsonObject
 from kubelora_api.status import Finding
 from kubelora_api.training_spec import Training
 from kubelora_trainer.health.detector import NOTHING, Detector, Judgement, RunStart, UpdateFacts
@@ -68,7 +70,8 @@ class OptimizerFormula(Detector):
         slots, device = start.buffers.slots, start.buffers.masters.device
         self._start, self._before = start, None
         self._sample = SlotSample(slots, device)
-        self._frozen = [0] * len(slots)
+        if len(self._frozen) != len(slots):
+            self._frozen = [0] * len(slots)
         decay = decay_of(self._training.optimizer)
         by_slot = [
             (scale, 0.0 if slot.factor.is_magnitude else decay)
@@ -187,6 +190,18 @@ class OptimizerFormula(Detector):
         )
         return Judgement((finding,))
 
+    def state(self) -> JsonObject:
+        """Return for how many steps each factor has not moved."""
+        return {"frozen": list(self._frozen)} if any(self._frozen) else {}
+
+    def load(self, saved: JsonObject) -> None:
+        """Restore them."""
+        self._frozen = _COUNTS.validate_python(saved.get("frozen", [])) or [0] * len(self._frozen)
+
+    def _exact_masters(self) -> bool:
+        """Whether a small update changes a weight: in 16 bits it is lost, as UpdatesLost shows."""
+        return self._start is not None and self._start.buffers.masters.dtype == torch.float32
+
     def _told(self, numbers: StepNumbers) -> tuple[int | None, float, str] | None:
         """Return slot, value and description of what is wrong; None if nothing is."""
         extra, limit = numbers.extra, OPTIMIZER_WRONG.limit or 0.0
@@ -217,7 +232,7 @@ class OptimizerFormula(Detector):
 
     def _frozen_slot(self, extra: Mapping[str, Sequence[float]]) -> tuple[int, float, str] | None:
         """Return the first factor that has not moved for some steps, where there is no formula."""
-        if "optimizer.missed" in extra:
+        if "optimizer.missed" in extra or not self._exact_masters():
             return None
         both = zip(extra["optimizer.moved"], extra["optimizer.live"], strict=True)
         still = [moved == 0 and live > 0 for moved, live in both]
@@ -229,5 +244,6 @@ class OptimizerFormula(Detector):
         return place, 1.0, f"A factor has a gradient and has not moved for {longest} steps."
 
 
+_COUNTS: Final = TypeAdapter(list[int])
 _TINY: Final = 1e-37
 """Second moments below this are next to fp32's smallest normal number, where a GPU may give 0."""
