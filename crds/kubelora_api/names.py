@@ -86,6 +86,8 @@ class OutputPath(StrEnum):
     ADAPTER = "adapter"
     DIFFUSERS_WEIGHTS = "adapter/pytorch_lora_weights.safetensors"
     CHECKPOINTS = "checkpoints"
+    EXPORTS = "exports"
+    """Adapters of single checkpoints, which `kubelora export` writes."""
     SAMPLES = "samples"
     RUN_LOG = "metrics.parquet"
     GROUP_LOG = "groups.parquet"
@@ -96,6 +98,10 @@ class OutputPath(StrEnum):
     WANDB = "wandb"
     MLFLOW = "mlflow"
     MANIFEST = "manifest.json"
+
+
+CHECKPOINT_MANIFEST: Final = "checkpoint.json"
+"""File that makes a directory a checkpoint, in that directory."""
 
 
 def kohya_weights(job_name: str) -> str:

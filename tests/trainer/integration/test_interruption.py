@@ -50,7 +50,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(
         output, error = process.communicate(timeout=300)
     assert time.monotonic() - asked < SPOT_NOTICE, "the checkpoint came too late"
     assert process.returncode == 75, output + error
-    assert f"a checkpoint is saved, to resume: kubelora {shlex.join(given)}" in error
+    assert f"a checkpoint is saved, to resume: kubelora {shlex.join(given)}; " in error
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["state"] == "Interrupted"
     assert not (tmp_path / "out" / "adapter").exists()

@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kubelora_api.names import OutputPath
+from kubelora_api.names import CHECKPOINT_MANIFEST, OutputPath
 from kubelora_api.schema import JsonObject
 from kubelora_trainer.checkpoint.directories import (
     SavedCheckpoint,
@@ -37,8 +38,9 @@ from kubelora_trainer.utils.atomic_io import sync_folder, write_durably, writing
 from kubelora_trainer.utils.errors import OutputError
 from kubelora_trainer.utils.stateful import Stateful
 
-_MANIFEST = "checkpoint.json"
 _ADAPTER = "adapter"
+AVERAGE = "average"
+"""Name of the weights' exponential moving average among a checkpoint's components."""
 _SEAL = "sha256"
 
 
@@ -100,7 +102,7 @@ def save_checkpoint(
                 parts={name: part.scalars() for name, part in everything.items()},
                 files=files,
             )
-            write_durably(aside / _MANIFEST, _sealed(manifest))
+            write_durably(aside / CHECKPOINT_MANIFEST, _sealed(manifest))
             sync_folder(aside)
             publish_staged(target)
         except BaseException:
@@ -207,6 +209,34 @@ def resume_from(
     return _take_over(found, manifest, tensors, buffers, parts)
 
 
+def read_weights(found: SavedCheckpoint, run_id: str) -> dict[str, Tensor]:
+    """Read the weights that an export at this checkpoint takes: the average if there is one.
+
+    Args:
+        found: The checkpoint.
+        run_id: The run that it must belong to.
+
+    Returns:
+        Weights by factor name, in the masters' type.
+
+    Raises:
+        OutputError: The checkpoint is damaged, or another run's or version's.
+    """
+    try:
+        manifest = _read_manifest(found)
+        if manifest.run_id != run_id:
+            raise _UnusableCheckpointError(f"it belongs to run {manifest.run_id}")
+        part, name = (AVERAGE, "weights") if AVERAGE in manifest.parts else (_ADAPTER, "masters")
+        flat = _read_part(found.path / f"{part}.safetensors", manifest)[name]
+    except _UnusableCheckpointError as why:
+        raise OutputError(
+            f"checkpoint {found.path} can't be used: {why}; choose another one"
+        ) from None
+    sizes = [prod(shape) for _, shape in manifest.layout]
+    pairs = zip(manifest.layout, flat.split(sizes), strict=True)
+    return {factor: weights.view(shape) for (factor, shape), weights in pairs}
+
+
 def _take_over(
     found: SavedCheckpoint,
     manifest: CheckpointManifest,
@@ -264,24 +294,26 @@ def _read(
 
 
 def _read_manifest(found: SavedCheckpoint) -> CheckpointManifest:
-    content = _content(found.path / _MANIFEST)
+    content = _content(found.path / CHECKPOINT_MANIFEST)
     try:
         document = json.loads(content)
     except (ValueError, RecursionError):
-        raise _UnusableCheckpointError(f"{_MANIFEST} is damaged") from None
+        raise _UnusableCheckpointError(f"{CHECKPOINT_MANIFEST} is damaged") from None
     if not isinstance(document, dict):
-        raise _UnusableCheckpointError(f"{_MANIFEST} is damaged")
+        raise _UnusableCheckpointError(f"{CHECKPOINT_MANIFEST} is damaged")
     ours, made_as = CheckpointManifest.model_fields["format"].default, document.get("format")
     seal = document.pop(_SEAL, None)
     # The first format had no seal. If the seal is broken, nothing in the manifest can be trusted.
     if seal != _digest(document) and not (seal is None and made_as == 1):
-        raise _UnusableCheckpointError(f"{_MANIFEST} is not what was written (its sha256 differs)")
+        raise _UnusableCheckpointError(
+            f"{CHECKPOINT_MANIFEST} is not what was written (its sha256 differs)"
+        )
     if made_as != ours:
         raise _other_version(found, f"its format is {made_as}, not {ours}")
     try:
         return CheckpointManifest.model_validate(document)
     except ValidationError:
-        raise _UnusableCheckpointError(f"{_MANIFEST} is damaged") from None
+        raise _UnusableCheckpointError(f"{CHECKPOINT_MANIFEST} is damaged") from None
 
 
 def _sealed(manifest: CheckpointManifest) -> bytes:

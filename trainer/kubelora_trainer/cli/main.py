@@ -34,6 +34,7 @@ Examples:
   kubelora demo runs/demo --layout small
   kubelora train job.yaml --mount model=runs/demo --set spec.training.steps=10
   kubelora validate job.yaml
+  kubelora export runs/demo@500
 
 \b
 Exit codes: 0 done, 1 unexpected error, 2 wrong configuration, model, data or
@@ -257,6 +258,66 @@ def gradients(folder: Path, step: int | None, module: str | None, limit: int) ->
 
     for line in gradient_lines(folder, Choice(step, module, limit)):
         click.echo(line)
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  kubelora export runs/bottles
+  kubelora export runs/bottles@500 --output bottles-500
+  kubelora export runs/bottles/checkpoints/step-000500 --mount models=./models
+"""
+)
+@click.argument("source", metavar="RUN[@STEP]|CHECKPOINT")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder that gets the adapter. Default: exports/step-NNNNNN in RUN.",
+)
+@click.option(
+    "--mount",
+    "mounts",
+    multiple=True,
+    metavar="CLAIM=DIR",
+    help="A local folder to use for a claim of pvc:// URIs.",
+)
+@click.option("--model", metavar="URI", help="The base model, if the job's own URI has moved.")
+def export(source: str, output: Path | None, mounts: tuple[str, ...], model: str | None) -> None:
+    """Write the adapter of a checkpoint, in all formats, and verify that it loads.
+
+    Without a step, the newest checkpoint is exported. The run may still be training.
+    """
+    from kubelora_trainer.utils.logs import configure_logging, redirect_library_logs
+    from kubelora_trainer.utils.third_party import import_heavy_libraries
+
+    configure_logging("plain", attempt=None)
+    import_heavy_libraries("kubelora_trainer.training.export_checkpoint")
+    redirect_library_logs()
+    from kubelora_trainer.training.export_checkpoint import export_checkpoint, find_checkpoint
+
+    found = find_checkpoint(source)
+    for file in export_checkpoint(found, output, parse_mounts(mounts), model):
+        click.echo(f"step {found.checkpoint.step}: {file}")
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  kubelora inspect bottles.safetensors
+  kubelora inspect runs/bottles -o json
+"""
+)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+def inspect(file: Path, output: str) -> None:
+    """Describe the LoRA in FILE: format, layers, ranks, alpha, types, size and metadata."""
+    from kubelora_trainer.utils.third_party import import_heavy_libraries
+
+    import_heavy_libraries("kubelora_trainer.cli.inspect")
+    from kubelora_trainer.cli.inspect import inspect_file, text_of
+
+    found = inspect_file(file)
+    click.echo(found.model_dump_json(indent=2) if output == "json" else text_of(found))
 
 
 def parse_mounts(mounts: tuple[str, ...]) -> dict[str, Path]:

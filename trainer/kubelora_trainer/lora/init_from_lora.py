@@ -17,7 +17,7 @@ from diffusers import UNet2DConditionModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from kubelora_api.names import OutputPath
+from kubelora_api.names import CHECKPOINT_MANIFEST, OutputPath
 from kubelora_trainer.lora.adapter import AdapterModule, full_name
 from kubelora_trainer.lora.factor_names import MAGNITUDE
 from kubelora_trainer.lora.kohya_format import read_kohya
@@ -119,21 +119,37 @@ def _fields(layers: Collection[str], of_text: str, of_all: str) -> str:
     return of_text.format(" and ".join(encoders)) if encoders else of_all
 
 
-def lora_file(place: Path) -> Path:
-    """Return the file itself, diffusers' file of a directory, or its only .safetensors file."""
+def lora_file(place: Path, asked_by: str = "adapter.from") -> Path:
+    """Return the file itself, or the adapter that a directory holds.
+
+    Args:
+        place: A file, a run's output directory, or a directory with one .safetensors file.
+        asked_by: Field or argument that named it, for messages.
+
+    Raises:
+        ModelError: There is no adapter, or more than one.
+    """
     if place.is_file():
         if place.suffix in PICKLE_SUFFIXES:
             raise ModelError(
-                f"adapter.from: {place.name} is a pickle, which can run code when it is loaded: "
+                f"{asked_by}: {place.name} is a pickle, which can run code when it is loaded: "
                 "convert it to safetensors."
             )
         return place
-    usual = place / Path(OutputPath.DIFFUSERS_WEIGHTS).name
-    files = [usual] if usual.is_file() else sorted(place.glob("*.safetensors"))
+    weights = Path(OutputPath.DIFFUSERS_WEIGHTS)
+    usual = [place / name for name in (weights.name, weights) if (place / name).is_file()]
+    files = usual[:1] or sorted(place.glob("*.safetensors"))
+    if (place / CHECKPOINT_MANIFEST).is_file():
+        raise ModelError(
+            f"{asked_by}: {place} is a checkpoint, which holds more than an adapter: write its "
+            f"adapter with `kubelora export {place}`, and use that."
+        )
     if len(files) == 1:
         return files[0]
     what = f"{len(files)} .safetensors files; name one" if files else "no .safetensors file"
-    raise ModelError(f"adapter.from: {place} holds {what}.")
+    if not files and (place / OutputPath.CHECKPOINTS).is_dir():
+        what = f"no adapter yet; write a checkpoint's with `kubelora export {place}`"
+    raise ModelError(f"{asked_by}: {place} holds {what}.")
 
 
 def _read(

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
+from kubelora_api.job import LoraTrainingJob
 from kubelora_api.names import OutputPath
 from kubelora_api.status import Artifact
 from kubelora_trainer.export.upload import push
@@ -21,7 +23,7 @@ from kubelora_trainer.lora.adapter import trained_layers
 from kubelora_trainer.models.sample_images import draw_samples
 from kubelora_trainer.storage.output_dir import OutputFolder, artifact_of
 from kubelora_trainer.training.context import Run
-from kubelora_trainer.training.setup import TrainingInputs
+from kubelora_trainer.training.setup import AdaptedModel, TrainingInputs
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ def export_adapter(
     weights: Mapping[str, torch.Tensor],
     warn: Callable[[str], None],
 ) -> list[Artifact]:
-    """Write the adapter, load it as a user would, and compare.
+    """Write the run's adapter, load it as a user would, and compare.
 
     Args:
         folder: The output directory.
@@ -47,8 +49,34 @@ def export_adapter(
         NumericalError: A file does not load exactly as it was trained.
     """
     folder.check_ownership()
-    spec, base = folder.job.spec, inputs.base
-    layers = trained_layers(inputs.modules, weights)
+    files = write_adapter(folder.job, folder.path, inputs, weights, warn)
+    return [artifact_of(folder, file) for file in files]
+
+
+def write_adapter(
+    job: LoraTrainingJob,
+    folder: Path,
+    model: AdaptedModel,
+    weights: Mapping[str, torch.Tensor],
+    warn: Callable[[str], None],
+) -> list[Path]:
+    """Write an adapter in all formats, load it as a user would, and compare.
+
+    Args:
+        job: The job that the adapter was trained with.
+        folder: Directory that gets the folder ``adapter``.
+        model: Model and adapter.
+        weights: Weights to export, by factor.
+        warn: Called with each warning.
+
+    Returns:
+        The files written.
+
+    Raises:
+        NumericalError: A file does not load exactly as it was trained.
+    """
+    spec, base = job.spec, model.base
+    layers = trained_layers(model.modules, weights)
     wanted = EXPORT_DTYPES[spec.output.dtype]
     dtype = dtype_that_holds(layers, wanted)
     if dtype != wanted:
@@ -57,25 +85,19 @@ def export_adapter(
             "output.dtype bf16 would store them in half the size"
         )
     title = Title(
-        folder.job.metadata.name,
-        spec.dataset.resolution,
-        base.noise_scheduler.config.prediction_type,
+        job.metadata.name, spec.dataset.resolution, base.noise_scheduler.config.prediction_type
     )
-    encoders = inputs.trained_encoders
-    exported = [export_diffusers(base.unet, layers, folder.path, dtype=dtype, encoders=encoders)]
+    encoders = model.trained_encoders
+    exported = [export_diffusers(base.unet, layers, folder, dtype=dtype, encoders=encoders)]
     if not spec.adapter.dora:  # see NO_KOHYA_FILE
-        exported.append(export_kohya(base.unet.config, layers, folder.path, title, dtype=dtype))
+        exported.append(export_kohya(base.unet.config, layers, folder, title, dtype=dtype))
+    files = [file.path for file in exported]
     checks = verify_export(
-        base.folder,
-        [file.path for file in exported],
-        base.unet,
-        layers,
-        variant=spec.model.variant,
-        dtype=dtype,
+        base.folder, files, base.unet, layers, variant=spec.model.variant, dtype=dtype
     )
     checks += verify_text_encoders(
         base.folder,
-        [file.path for file in exported],
+        files,
         encoders,
         layers,
         unet_config=base.unet.config,
@@ -87,7 +109,7 @@ def export_adapter(
             "the adapter changes nothing yet: its updates are below the precision of "
             f"{spec.precision.compute}. Train longer, or increase the learning rate"
         )
-    return [artifact_of(folder, file.path) for file in exported]
+    return files
 
 
 def draw(run: Run, folder: OutputFolder, inputs: TrainingInputs, step: int) -> None:

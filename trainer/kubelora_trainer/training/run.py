@@ -5,6 +5,7 @@ every way to end leaves a manifest, a report and a message.
 """
 
 import logging
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -344,8 +345,15 @@ def _leave_if_asked(run: Run, step: int, total: int) -> None:
         how = (
             "the next attempt resumes from it"
             if run.options.in_pod
-            else f"to resume: {run.options.resume_command}"
+            else f"to resume: {run.options.resume_command}{_how_to_export(run)}"
         )
         raise InterruptedRunError(
             f"stopped by {run.stop.name} at step {step} of {total}; a checkpoint is saved, {how}"
         )
+
+
+def _how_to_export(run: Run) -> str:
+    """Return how to use what is trained so far; it needs a checkpoint, which a stop saves."""
+    if run.folder is None:
+        return ""
+    return f"; to try the adapter as it is: kubelora export {shlex.quote(str(run.folder.path))}"

@@ -53,13 +53,11 @@ TEXT_PARTS: tuple[TextEncoder, TextEncoder] = ("text_encoder", "text_encoder_2")
 
 
 @dataclass(frozen=True)
-class TrainingInputs:
-    """The inputs of a run."""
+class AdaptedModel:
+    """The base model and the adapter that was added to it."""
 
     base: BaseModel
     modules: tuple[AdapterModule, ...]
-    dataset: ImageDataset
-    objective: SdxlObjective
 
     @property
     def trained_encoders(self) -> dict[Part, nn.Module]:
@@ -83,6 +81,14 @@ class TrainingInputs:
     def factors(self) -> list[Factor]:
         """All factors of every module, in the modules' order."""
         return factors_of(self.modules)
+
+
+@dataclass(frozen=True)
+class TrainingInputs(AdaptedModel):
+    """The inputs of a run."""
+
+    dataset: ImageDataset
+    objective: SdxlObjective
 
 
 def factors_of(modules: Sequence[AdapterModule]) -> list[Factor]:
@@ -122,8 +128,7 @@ def build_training_inputs(
     """
     device = choose_device(spec, torch.cuda.is_available())
     with at_once("while the model was fetched"):
-        model_folder = _model_folder(spec.model, mounts, say)
-        vae = resolve_input(spec.model.vae, mounts, content="vae") if spec.model.vae else None
+        model_folder, vae = _model_folders(spec.model, mounts, say)
 
     def publish(report: PreflightReport) -> None:
         if rank_info.rank != 0:
@@ -154,15 +159,7 @@ def build_training_inputs(
         publish=publish,
     )
     with at_once("while the model was read"):
-        base = load_base_model(
-            model_folder,
-            variant=spec.model.variant,
-            vae=vae,
-            dtype=DTYPES[spec.precision.compute],
-            device=device,
-            prediction=spec.model.prediction_type,
-            zero_terminal_snr=spec.model.zero_terminal_snr,
-        )
+        base = _load(spec, model_folder, vae, device)
         modules = add_adapters(base, spec.adapter, spec.training.seed)
         if spec.adapter.from_:
             place = resolve_input(spec.adapter.from_, mounts, content="adapter")
@@ -177,6 +174,37 @@ def build_training_inputs(
         cache = build_cache(resolve_cache(spec.dataset.cache, mounts), spec, base, dataset, say)
     return TrainingInputs(
         base, modules, dataset, SdxlObjective(base, dataset, spec, cache, rank_info.share)
+    )
+
+
+def load_adapted_model(
+    spec: JobSpec, mounts: Mapping[str, Path], device: torch.device, say: Callable[[str], None]
+) -> AdaptedModel:
+    """Load the model and add the job's adapter with its initial weights; no data is read.
+
+    Args:
+        spec: The job's spec.
+        mounts: Directory of each claim.
+        device: Device of the model.
+        say: Called with each message.
+
+    Raises:
+        ConfigurationError: The model is missing, damaged or of the wrong kind.
+    """
+    model_folder, vae = _model_folders(spec.model, mounts, say)
+    base = _load(spec, model_folder, vae, device)
+    return AdaptedModel(base, add_adapters(base, spec.adapter, spec.training.seed))
+
+
+def _load(spec: JobSpec, folder: Path, vae: Path | None, device: torch.device) -> BaseModel:
+    return load_base_model(
+        folder,
+        variant=spec.model.variant,
+        vae=vae,
+        dtype=DTYPES[spec.precision.compute],
+        device=device,
+        prediction=spec.model.prediction_type,
+        zero_terminal_snr=spec.model.zero_terminal_snr,
     )
 
 
@@ -197,6 +225,14 @@ def add_adapters(base: BaseModel, adapter: Adapter, seed: int) -> tuple[AdapterM
             of_text += add_text_adapter(encoder, part, adapter, seed)
     names = [module.full_name for module in of_text]
     return (*add_adapter(base.unet, adapter, seed, names), *of_text)
+
+
+def _model_folders(
+    model: Model, mounts: Mapping[str, Path], say: Callable[[str], None]
+) -> tuple[Path, Path | None]:
+    """Resolve the directories of the pipeline and of its VAE, if the job has another one."""
+    folder = _model_folder(model, mounts, say)
+    return folder, resolve_input(model.vae, mounts, content="vae") if model.vae else None
 
 
 def _model_folder(model: Model, mounts: Mapping[str, Path], say: Callable[[str], None]) -> Path:

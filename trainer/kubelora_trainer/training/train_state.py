@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kubelora_trainer.checkpoint.checkpointer import AVERAGE
 from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
 from kubelora_trainer.optim.build import build_optimizer
 from kubelora_trainer.optim.ema import ExponentialMovingAverage, build_ema
@@ -41,7 +42,7 @@ class TrainState:
             "optimizer": self.optimizer,
             "categories": self.categories,
             "telemetry": self.telemetry,
-            "average": self.average,
+            AVERAGE: self.average,
             "loss_scaler": self.scaler,
         }
         return {name: part for name, part in parts.items() if part is not None}
