@@ -117,12 +117,38 @@ TOO_MANY_SKIPPED: Final = Event(
     reason="A settled scale is tried too high once in 2,000 steps. An image that always overflows "
     "is known after two of its windows, or after the share of its windows is a tenth.",
 )
+COMPUTATION_UNSTABLE: Final = Event(
+    finding="ComputationUnstable",
+    severity="critical",
+    quantity="largest relative distance of a factor's gradient between two passes of a micro-step",
+    limit=0.0,
+    sentence="Operands, kernels and their order were the same: the device computes wrongly. Have "
+    "it checked and let the run resume on another one.",
+    reason="Kernels that have once given the same bits give them again; where they never have, "
+    "the distance must be 10 times that of two further passes, and above 0.1. Audited are the "
+    "first micro-batch of an attempt's steps 2, 4, 8 and so on, then of one step in every 400 "
+    "micro-steps.",
+)
+GRADIENT_REVERSED: Final = Event(
+    finding="GradientReversed",
+    severity="critical",
+    quantity="change of a micro-step's loss along its gradient, over what the gradient predicts; "
+    "the same for each factor and the gradient at its module's output",
+    limit=-0.3,
+    sentence="A step against such a gradient makes the loss larger: a sign is wrong in the loss or "
+    "on the way from it to the factors. Look at hooks, custom backward passes and the loss.",
+    reason="A central difference reads 1 and a reversed sign -1; rounding in bf16 and a factor "
+    "whose gradient is nearly all noise read 0 at worst. By the audits of ComputationUnstable. "
+    "Not judged by factors: DoRA, dropout and compiled models.",
+)
 FOLLOWED_STEP_BY_STEP: Final = (
+    COMPUTATION_UNSTABLE,
     BASE_MODEL_ALTERED,
     STATE_ALTERED,
     ADAPTER_TOO_LARGE,
     MICRO_BATCH_LOST,
     GRADIENT_ALTERED,
+    GRADIENT_REVERSED,
     OPTIMIZER_WRONG,
     GRADIENT_CORRUPTED,
     AVERAGE_STALE,

@@ -16,6 +16,7 @@ from kubelora_trainer.distributed.launcher import launch
 from kubelora_trainer.distributed.topology import LOOPBACK, NodeTopology, RankInfo
 from kubelora_trainer.utils.signals import RankStopRequest
 from tests.numerics import injections as broken
+from tests.numerics.audit_faults import REVERSED_FAULTS, UNSTABLE_FAULTS
 from tests.numerics.bench import (
     CONTRACT,
     Configuration,
@@ -387,4 +388,6 @@ FAULTS: tuple[Fault, ...] = (
     *SIZE_FAULTS,
     *OVERFLOW_FAULTS,
     *AVERAGE_FAULTS,
+    *REVERSED_FAULTS,
+    *UNSTABLE_FAULTS,
 )

@@ -80,6 +80,26 @@ class UpdateFacts:
 
 
 @dataclass(frozen=True)
+class AuditFacts:
+    """One micro-step that was computed again, and its gradient compared with the loss itself.
+
+    step: optimizer step that it belongs to, from 1. loss: of a forward pass, summed over samples.
+    differs: largest relative distance of a factor's gradient between the two passes, where it can
+    only come from the hardware; 0 otherwise. factor: where it is largest. descent: change of the
+    loss along the gradient, over what the gradient predicts; None where the loss's rounding hides
+    it. by_factor: the same by slot for the gradient that arrived at a module's output, NaN where it
+    was not measured.
+    """
+
+    step: int
+    loss: float
+    differs: float
+    factor: str
+    descent: float | None
+    by_factor: Sequence[float]
+
+
+@dataclass(frozen=True)
 class Judgement:
     """The conclusions of a detector at one moment.
 
@@ -126,6 +146,10 @@ class Detector(Protocol):
 
     def on_backward(self) -> None:
         """Check what a backward pass left behind. Nothing here may wait for the device."""
+        return
+
+    def on_audit(self, facts: AuditFacts) -> None:
+        """Record what an audit of a micro-step showed; what is found is raised by ``on_step``."""
         return
 
     def before_update(self, update: UpdateFacts) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kubelora_api.status import Finding
 from kubelora_api.thresholds import GRADIENT_NONFINITE, THRESHOLDS
 from kubelora_trainer.health.detector import (
+    AuditFacts,
     BackwardFacts,
     Detector,
     Judgement,
@@ -65,6 +66,11 @@ class Watchdog:
         """Check a backward pass. Raises NumericalError for a broken contract."""
         for detector in self._detectors:
             detector.on_backward()
+
+    def on_audit(self, facts: AuditFacts) -> None:
+        """Pass what an audit showed to the detectors."""
+        for detector in self._detectors:
+            detector.on_audit(facts)
 
     def before_update(self, update: UpdateFacts) -> None:
         """Let the detectors look at everything before the optimizer step."""

@@ -83,6 +83,15 @@ class GradientTelemetry:
         self._accumulation.after(micro_step)
         self._next = micro_step + 1
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the passes of the block out of the count: they are not the window's."""
+        count = self._passes.count
+        try:
+            yield
+        finally:
+            self._passes.go_on_from(count)
+
     def measure_gradient(self) -> Tensor:
         """Measure the finished gradient, before clipping.
 

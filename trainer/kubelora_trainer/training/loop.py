@@ -30,6 +30,7 @@ from kubelora_trainer.telemetry.gradient_dump import GradientDump, MicroStepName
 from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers, StepFacts
 from kubelora_trainer.training.plan import TrainingPlan
+from kubelora_trainer.training.step_audit import StepAudit
 from kubelora_trainer.training.step_reporter import Reporter
 from kubelora_trainer.utils.errors import PolicyError, RunEndedError, SuspendedByPolicyError
 
@@ -67,6 +68,7 @@ class Parts:
     categories: CategoryLosses | None = None
     scaler: LossScaler | None = None
     dump: GradientDump | None = None
+    audit: StepAudit | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
 
     @property
@@ -200,6 +202,7 @@ def accumulate_window(parts: Parts, position: RunPosition, stop: Callable[[], bo
         dumping = parts.dump.micro_step(name) if parts.dump else nullcontext()
         micro_batch = parts.objective(of_order)
         loss_sum = micro_batch.loss_sum
+        audited = parts.audit and micro_step == own[0] and parts.audit.begins(name.step)
         last = micro_step == own[-1]
         parts.watchdog.before_backward(
             BackwardFacts(position.step + 1, own.index(micro_step), last, loss_sum.detach())
@@ -207,6 +210,9 @@ def accumulate_window(parts: Parts, position: RunPosition, stop: Callable[[], bo
         with parts.telemetry.micro_step(micro_step), dumping:
             (parts.scaler.scaled(loss_sum) if parts.scaler else loss_sum).backward()
         parts.watchdog.on_backward()
+        if parts.audit and audited:
+            facts = parts.audit.audit(parts.objective, name.step, of_order, loss_sum.detach())
+            parts.watchdog.on_audit(facts)
         loss = loss + micro_batch.loss_sum.detach().double()
         samples += micro_batch.samples
         done = micro_step + 1

@@ -296,6 +296,7 @@ def _parts(session: RunHooks) -> Parts:
         scaler=state.scaler,
         process_group=run.process_group,
         dump=state.build_dump(run, session.folder),
+        audit=state.build_audit(run, session.inputs),
     )
 
 

@@ -18,7 +18,9 @@ from kubelora_trainer.telemetry.gradient_dump import GradientDump
 from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry
 from kubelora_trainer.training.compile import compile_if_gradients_match
 from kubelora_trainer.training.context import Run
+from kubelora_trainer.training.recomputation import Recomputation
 from kubelora_trainer.training.setup import TrainingInputs
+from kubelora_trainer.training.step_audit import StepAudit
 from kubelora_trainer.utils.stateful import Stateful
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,18 @@ class TrainState:
             run.warn_alone,
             self.scaler.scale if self.scaler else None,
             run.process_group.share,
+        )
+
+    def build_audit(self, run: Run, inputs: TrainingInputs) -> StepAudit:
+        """Build the audit of micro-steps."""
+        spec = run.job.spec
+        return StepAudit(
+            Recomputation(
+                inputs.objective, self.buffers, self.telemetry, self.categories, self.scaler
+            ),
+            [inputs.base.unet, *inputs.trained_encoders.values()],
+            spec.training.gradient_accumulation,
+            by_module=not spec.training.compile and spec.adapter.dropout == 0,
         )
 
 

@@ -11,6 +11,7 @@ from kubelora_trainer.health.baseline import Baseline
 from kubelora_trainer.health.detector import Detector
 from kubelora_trainer.health.detectors import startup_contract
 from kubelora_trainer.health.detectors.adapter_size import AdapterSize
+from kubelora_trainer.health.detectors.audited_step import AuditedStep
 from kubelora_trainer.health.detectors.average_copy import AverageCopy
 from kubelora_trainer.health.detectors.base_model import FrozenModel
 from kubelora_trainer.health.detectors.baseline_departure import BaselineDeparture
@@ -52,6 +53,7 @@ def build_detectors(run: Watched) -> tuple[Detector, ...]:
     """
     slots, compute = run.buffers.slots, run.buffers.plan.compute
     return (
+        AuditedStep(),
         FrozenModel(),
         StateAltered(),
         AdapterSize(run.facts),
