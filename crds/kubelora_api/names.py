@@ -42,6 +42,7 @@ RENDEZVOUS_PORT: Final = 29400
 """Port of the rendezvous store on node 0, when there are several nodes."""
 
 ENV_ATTEMPT: Final = "KUBELORA_ATTEMPT"
+ENV_NODE: Final = "KUBELORA_NODE"
 ENV_COMPLETION_INDEX: Final = "JOB_COMPLETION_INDEX"
 ENV_MASTER_ADDR: Final = "MASTER_ADDR"
 ENV_MASTER_PORT: Final = "MASTER_PORT"

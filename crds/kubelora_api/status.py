@@ -15,6 +15,7 @@ DATE_TIME = Kube({"format": "date-time"})
 Time = Annotated[str, DATE_TIME]
 Severity = Literal["warning", "critical"]
 Verdict = Literal["Healthy", "Warning", "Critical", "Unknown"]
+Cause = Literal["Data", "Code", "Hardware", "Unknown"]
 # In the order of the status.
 ConditionType = Literal[
     "Accepted",
@@ -95,6 +96,23 @@ class Finding(StatusModel):
     since_step: int | None = Field(None, description="First optimizer step with this finding.")
     message: Annotated[str, Field(max_length=1024)] = Field(
         description="What was found, its likely cause and what to do."
+    )
+    cause: Cause | None = Field(
+        None,
+        description="What the step shows when it is computed again. Hardware: another gradient. "
+        "Data: the same one, and its samples alone show it. Code: the same one, and all samples "
+        "show it. Unknown: neither can be known. Only critical findings have a cause.",
+    )
+    samples: Annotated[
+        list[Annotated[str, Field(max_length=128)]] | None,
+        Field(max_length=4),
+        Kube({"x-kubernetes-list-type": "atomic"}),
+    ] = Field(None, description="Files of the samples that the cause is about, at most 4.")
+    node: Annotated[str, Field(max_length=253)] | None = Field(
+        None, description="Node that computed the step."
+    )
+    device: Annotated[str, Field(max_length=128)] | None = Field(
+        None, description="Model and UUID of the device that computed the step."
     )
 
 

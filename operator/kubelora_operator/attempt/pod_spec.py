@@ -134,9 +134,13 @@ def _environment(template: PodTemplate, attempt: int) -> list[JsonObject]:
     ours = [
         {"name": name, "value": value} for name, value in _ENVIRONMENT.items() if name not in users
     ]
-    contract = [
+    contract: list[JsonObject] = [
         {"name": names.ENV_ATTEMPT, "value": str(attempt)},
         {"name": names.ENV_TERMINATION_LOG, "value": names.TERMINATION_LOG},
+        {
+            "name": names.ENV_NODE,
+            "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "spec.nodeName"}},
+        },
     ]
     return contract + ours + list(users.values())
 

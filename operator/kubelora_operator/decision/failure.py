@@ -163,13 +163,29 @@ def _from_exit_code(code: int, pod: TrainerPod | None, status: JobStatus) -> Fai
         case ExitCode.OUT_OF_MEMORY:
             return _memory_ran_out(pod, status)
         case ExitCode.DEVICE:
-            return Failure(
-                RestartCost.FREE,
-                Explanation("DeviceFailure", _pod_message(pod, _DEVICE)),
-                failed_node=pod.node_name if pod else None,
-            )
+            return _device_failed(pod, status)
         case _:
             return None
+
+
+def _device_failed(pod: TrainerPod | None, status: JobStatus) -> Failure:
+    """Return the failure of an attempt whose device failed, or computed wrongly.
+
+    A device that reports nothing and has other results is known from a step that was computed
+    again. That is free on a job's first two nodes: three of such devices are less likely than a
+    program whose results change by themselves, and every attempt would end that way.
+    """
+    node = pod.node_name if pod else None
+    health = pod.final.health if pod and pod.final else None
+    if health is None or not any(found.cause == "Hardware" for found in health.findings):
+        explanation = Explanation("DeviceFailure", _pod_message(pod, _DEVICE))
+        return Failure(RestartCost.FREE, explanation, failed_node=node)
+    within = len(status.avoided_nodes) < _FREE_VERDICTS
+    return Failure(
+        RestartCost.FREE if within else RestartCost.COUNTED,
+        Explanation(MISCOMPUTES_REASON, _pod_message(pod, _DEVICE)),
+        failed_node=node,
+    )
 
 
 def _memory_ran_out(pod: TrainerPod | None, status: JobStatus) -> Failure:
@@ -204,6 +220,9 @@ def avoid(nodes: Sequence[str], failed: str) -> list[str]:
     return [*(node for node in nodes if node != failed), failed][-_MOST_AVOIDED:]
 
 
+MISCOMPUTES_REASON: Final = "DeviceMiscomputes"
+_FREE_VERDICTS: Final = 2
+"""Nodes that a job may leave for free because their devices compute wrongly."""
 _MOST_AVOIDED: Final = 4
 """A cluster where more GPUs fail has another fault, and the job must be able to run somewhere."""
 _CONFIGURATION: Final = (

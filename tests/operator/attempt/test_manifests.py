@@ -58,6 +58,10 @@ POD = {
             "env": [
                 {"name": "KUBELORA_ATTEMPT", "value": "2"},
                 {"name": "KUBELORA_TERMINATION_LOG", "value": "/dev/termination-log"},
+                {
+                    "name": "KUBELORA_NODE",
+                    "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "spec.nodeName"}},
+                },
                 {"name": "HOME", "value": "/tmp"},
                 {"name": "USER", "value": "kubelora"},
                 {"name": "TMPDIR", "value": "/tmp"},

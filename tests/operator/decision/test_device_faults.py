@@ -4,12 +4,19 @@ from dataclasses import replace
 
 from kubelora_api.names import ExitCode
 from kubelora_api.report import FinalReport
+from kubelora_api.status import Cause, Finding, HealthStatus
 from kubelora_operator.attempt.pod_spec import build_pod_spec
 from kubelora_operator.decision.failure import avoid
 from tests.operator.world import UID, World, condition, spec
 
 
-def end_attempt(world: World, code: ExitCode, step: int, node: str = "gpu-1") -> None:
+def end_attempt(
+    world: World,
+    code: ExitCode,
+    step: int,
+    node: str = "gpu-1",
+    health: HealthStatus | None = None,
+) -> None:
     """Run the current attempt until its trainer exits with ``code`` after ``step`` steps."""
     world.settle()
     world.pod_runs()
@@ -17,7 +24,12 @@ def end_attempt(world: World, code: ExitCode, step: int, node: str = "gpu-1") ->
     world.wait(seconds=60)
     world.pod_exits(int(code))
     final = FinalReport(
-        run_id=UID, attempt=world.status.attempt, exit_code=code, message="it is why.", step=step
+        run_id=UID,
+        attempt=world.status.attempt,
+        exit_code=code,
+        message="it is why.",
+        step=step,
+        health=health or HealthStatus(),
     )
     world.pods = [
         replace(p, final=final, node_name=node) if p.exit_code == code else p for p in world.pods
@@ -56,6 +68,32 @@ def test_a_failed_device_is_free_and_its_node_is_avoided() -> None:
     assert restarting.reason in ("DeviceFailure", "Restarted")
     world.settle()
     assert world.created == [1, 2, 3]
+
+
+def miscomputed(cause: Cause) -> HealthStatus:
+    finding = Finding(
+        name="GradientCorrupted", severity="critical", message="It jumped.", cause=cause
+    )
+    return HealthStatus(verdict="Critical", findings=[finding])
+
+
+def test_a_device_that_computes_wrongly_costs_restarts_from_the_third_node_on() -> None:
+    world = World()
+    restarts = []
+    for node in ("gpu-1", "gpu-2", "gpu-3"):
+        end_attempt(world, ExitCode.DEVICE, step=7, node=node, health=miscomputed("Hardware"))
+        restarts.append(world.status.restarts)
+    restarting = condition(world.status, "Restarting")
+    assert restarts == [0, 0, 1]
+    assert world.status.avoided_nodes == ["gpu-1", "gpu-2", "gpu-3"]
+    assert restarting.reason == "DeviceMiscomputes"
+
+
+def test_another_cause_blames_no_device_for_its_results() -> None:
+    world = World()
+    for node in ("gpu-1", "gpu-2", "gpu-3"):
+        end_attempt(world, ExitCode.DEVICE, step=7, node=node, health=miscomputed("Data"))
+    assert world.status.restarts == 0
 
 
 def test_a_device_that_fails_for_ever_does_not_restart_for_ever() -> None:

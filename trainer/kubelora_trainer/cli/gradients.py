@@ -1,6 +1,6 @@
 """`kubelora gradients`: a table of the dumped gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,18 @@ _HEAD = (
 )
 
 
+def file_lines(file: Path) -> Iterator[str]:
+    """Yield the table of one file. Raises OutputError if it is damaged."""
+    return _table(list(_rows(file, Choice(None, None, 0))))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    shown = [_HEAD, *rows]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(_HEAD))]
+    for row in shown:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
 @dataclass(frozen=True)
 class Choice:
     """Selection of gradients. step, pattern: None for all. limit: maximum number of rows."""
@@ -49,10 +61,7 @@ def gradient_lines(folder: Path, choice: Choice) -> Iterator[str]:
             f"folder {OutputPath.GRADIENTS} of a run's output"
         )
     rows = [row for file in files for row in _rows(file, choice)]
-    shown = [_HEAD, *rows[: choice.limit]]
-    widths = [max(len(row[column]) for row in shown) for column in range(len(_HEAD))]
-    for row in shown:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from _table(rows[: choice.limit])
     if len(rows) > choice.limit:
         yield f"{len(rows) - choice.limit} more rows; raise --limit to see them"
     elif not rows:

@@ -303,6 +303,55 @@ def export(source: str, output: Path | None, mounts: tuple[str, ...], model: str
 @main.command(
     epilog="""\b
 Examples:
+  kubelora replay runs/bottles --step 120
+  kubelora replay runs/bottles --step 120 --micro-step 3 --mount photos=./photos
+"""
+)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(min=1), required=True, help="Optimizer step, from 1.")
+@click.option(
+    "--micro-step",
+    type=click.IntRange(min=0),
+    help="Also print the gradients of this micro-step of the step, from 0.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder that gets the gradients of each micro-step. Default: replay-step-NNNNNN here.",
+)
+@click.option(
+    "--mount",
+    "mounts",
+    multiple=True,
+    metavar="CLAIM=DIR",
+    help="A local folder to use for a claim of pvc:// URIs.",
+)
+def replay(
+    run: Path, step: int, micro_step: int | None, output: Path | None, mounts: tuple[str, ...]
+) -> None:
+    """Compute a step of RUN again, and compare its gradients with those recorded.
+
+    It begins at the nearest checkpoint before the step. RUN is only read.
+    """
+    from kubelora_trainer.utils.logs import configure_logging, redirect_library_logs
+    from kubelora_trainer.utils.third_party import import_heavy_libraries
+
+    configure_logging("plain", attempt=None)
+    import_heavy_libraries("kubelora_trainer.training.replay_run")
+    redirect_library_logs()
+    from kubelora_trainer.cli.replay import micro_step_lines, replay_lines
+    from kubelora_trainer.training.replay_run import open_run, replay_step
+
+    target = output or Path(f"replay-step-{step:06d}")
+    for line in replay_lines(replay_step(open_run(run), step, target, parse_mounts(mounts))):
+        click.echo(line)
+    for line in micro_step_lines(target, step, micro_step):
+        click.echo(line)
+
+
+@main.command(
+    epilog="""\b
+Examples:
   kubelora inspect bottles.safetensors
   kubelora inspect runs/bottles -o json
 """

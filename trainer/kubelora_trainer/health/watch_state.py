@@ -12,6 +12,10 @@ from kubelora_api.thresholds import THRESHOLDS, by_precedence
 
 MAX_FINDINGS = 10
 """As many as the status may hold: with their sentences they fit the termination message."""
+CAUSE = " Cause: "
+"""What begins the sentence of a finding's cause, behind what was found."""
+MAX_MESSAGE = 1024
+"""Characters of a finding's message in the status."""
 Names = Annotated[frozenset[str], PlainSerializer(sorted)]
 """A set that is saved sorted, so that equal sets are saved as the same bytes."""
 
@@ -63,6 +67,12 @@ class WatchState:
         return sorted(
             self.found.values(), key=lambda f: (f.severity != "critical", by_precedence(f.name))
         )
+
+
+def with_cause(message: str, why: str) -> str:
+    """Add the sentence of the cause; where both are too long, the first is cut."""
+    ending = f"{CAUSE}{why}"
+    return message[: MAX_MESSAGE - len(ending)] + ending
 
 
 _STATE = TypeAdapter(WatchState)

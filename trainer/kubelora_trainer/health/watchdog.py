@@ -4,7 +4,7 @@ It calls every detector at each moment of a run, in the order of their tuple, an
 conclusions into one state. Detectors decide what is wrong; ``policy.py`` decides what follows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from kubelora_trainer.health.detector import (
     RunStart,
     UpdateFacts,
 )
-from kubelora_trainer.health.watch_state import WatchState
+from kubelora_trainer.health.watch_state import CAUSE, WatchState, with_cause
 from kubelora_trainer.objective.micro_batch_facts import MicroBatchFacts
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
 from kubelora_trainer.utils.errors import NumericalError, OutputError
@@ -98,6 +98,22 @@ class Watchdog:
             with self._kept():
                 self._take(detector.on_checkpoint(step, self.state))
 
+    def explain(self, cause_of: Callable[[Finding, frozenset[str]], Finding]) -> list[Finding]:
+        """Add causes to critical findings that show now and have none; returns those.
+
+        cause_of: given a finding and the names of all that show.
+        """
+        state = self.state
+        unexplained = [
+            state.found[name]
+            for name in sorted(state.active)
+            if state.found[name].severity == "critical" and state.found[name].cause is None
+        ]
+        explained = [cause_of(finding, state.active) for finding in unexplained]
+        found = {**state.found, **{finding.name: finding for finding in explained}}
+        self.state = replace(state, found=found)
+        return explained
+
     def raise_broken(self) -> None:
         """Raise the broken contract of the newest step.
 
@@ -131,7 +147,8 @@ class Watchdog:
             self._broken = self._broken or broken
 
     def _take(self, concluded: Judgement) -> None:
-        state, raised = self.state, {f.name: f for f in concluded.raised}
+        state = self.state
+        raised = {f.name: _explained_before(f, state.shown(f.name)) for f in concluded.raised}
         if concluded.judged <= state.judged and not raised and not concluded.cleared & state.active:
             return
         self.state = replace(
@@ -140,6 +157,15 @@ class Watchdog:
             found={**state.found, **raised},
             active=(state.active - concluded.cleared) | raised.keys(),
         )
+
+
+def _explained_before(finding: Finding, before: Finding | None) -> Finding:
+    """Keep the cause of a finding that is raised again while it lasts."""
+    if before is None or before.cause is None or finding.cause is not None:
+        return finding
+    _, _, why = before.message.partition(CAUSE)
+    kept = {name: getattr(before, name) for name in ("cause", "samples", "node", "device")}
+    return finding.model_copy(update={**kept, "message": with_cause(finding.message, why)})
 
 
 def last_healthy_step(finding: Finding) -> int:

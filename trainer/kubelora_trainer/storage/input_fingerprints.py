@@ -20,6 +20,17 @@ def check_same_inputs(began: RunRecord, now: RunRecord, data: str, model: str) -
     Raises:
         OutputError: Data or model have changed.
     """
+    changed = changed_inputs(began, now, data, model)
+    if changed:
+        raise OutputError(
+            f"{' and '.join(changed)} changed since this run began, so it can't resume from its "
+            "checkpoint: restore the original, or create a new job with another "
+            "spec.output.uri"
+        )
+
+
+def changed_inputs(began: RunRecord, now: RunRecord, data: str, model: str) -> list[str]:
+    """Describe which of data and model have changed; arguments as of `check_same_inputs`."""
     changed = []
     if _differ(began.dataset_sha256, now.dataset_sha256):
         before, after = began.dataset_images, now.dataset_images
@@ -31,12 +42,7 @@ def check_same_inputs(began: RunRecord, now: RunRecord, data: str, model: str) -
         changed.append(f"the data in {data} ({what})")
     if _differ(began.model_sha256, now.model_sha256):
         changed.append(f"the base model in {model}")
-    if changed:
-        raise OutputError(
-            f"{' and '.join(changed)} changed since this run began, so it can't resume from its "
-            "checkpoint: restore the original, or create a new job with another "
-            "spec.output.uri"
-        )
+    return changed
 
 
 def _differ(before: str | None, now: str | None) -> bool:

@@ -31,8 +31,14 @@ from kubelora_trainer.telemetry.gradient_telemetry import GradientTelemetry
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers, StepFacts
 from kubelora_trainer.training.plan import TrainingPlan
 from kubelora_trainer.training.step_audit import StepAudit
+from kubelora_trainer.training.step_replay import StepReplay
 from kubelora_trainer.training.step_reporter import Reporter
-from kubelora_trainer.utils.errors import PolicyError, RunEndedError, SuspendedByPolicyError
+from kubelora_trainer.utils.errors import (
+    DeviceError,
+    PolicyError,
+    RunEndedError,
+    SuspendedByPolicyError,
+)
 
 JUDGED_RATE_SHARE = 0.1
 """Below this share of the peak rate (warm-up from 0, a cosine's tail) even fp32 correctly rounds
@@ -69,6 +75,7 @@ class Parts:
     scaler: LossScaler | None = None
     dump: GradientDump | None = None
     audit: StepAudit | None = None
+    replay: StepReplay | None = None
     process_group: ProcessGroup = SINGLE_PROCESS
 
     @property
@@ -106,10 +113,17 @@ def train(
         NumericalError: A gradient or weight is wrong; raised before it reaches a weight.
         RunEndedError: What the health policy demands.
     """
+    if parts.replay:
+        parts.replay.objective = parts.objective
+        parts.reporter.explain = parts.replay.explain
     while position.step < parts.plan.optimizer_steps:
         in_window = parts.process_group.between_micro_steps(stop)
         position = accumulate_window(parts, position, in_window)
         due = drain_reports(parts.reporter)
+        if parts.replay and position.micro_step == parts.plan.window(position.step).stop:
+            parts.replay.keep(
+                position.step + 1
+            )  # after the reports, which the step before explains
         asked = ControlFlags(stop(), due is not None)
         exchanged = parts.process_group.exchange(parts.buffers, position, asked, parts.sums)
         position = exchanged.position
@@ -137,6 +151,8 @@ def drain_reports(
     """Report pending numbers, and return the error that they demand, as seen by this rank."""
     try:
         reporter.drain(saving)
+    except DeviceError:
+        raise  # this rank's device alone: the others would blame theirs
     except (RunEndedError, RollbackRequiredError) as due:
         return due
     return None
@@ -193,6 +209,8 @@ def accumulate_window(parts: Parts, position: RunPosition, stop: Callable[[], bo
     window = parts.plan.window(position.step)
     own, begun = parts.process_group.share.of(window), position.micro_step > window.start
     loss, samples, done = position.window_loss, position.window_samples, position.micro_step
+    if parts.replay:
+        parts.replay.begin_window(not begun)
     parts.telemetry.begin_window(own, position.micro_step if begun else own.start)
     for micro_step in parts.process_group.share.of(range(position.micro_step, window.stop)):
         if stop():
@@ -210,6 +228,8 @@ def accumulate_window(parts: Parts, position: RunPosition, stop: Callable[[], bo
         with parts.telemetry.micro_step(micro_step), dumping:
             (parts.scaler.scaled(loss_sum) if parts.scaler else loss_sum).backward()
         parts.watchdog.on_backward()
+        if parts.replay:
+            parts.replay.computed(of_order)
         if parts.audit and audited:
             facts = parts.audit.audit(parts.objective, name.step, of_order, loss_sum.detach())
             parts.watchdog.on_audit(facts)

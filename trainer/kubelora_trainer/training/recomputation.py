@@ -57,7 +57,7 @@ class Recomputation:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Compute anything in the block; afterwards the run's own state has the same bits."""
-        gradient = self.buffers.gradient.clone()
+        gradient, masters = self.buffers.gradient.clone(), self.buffers.masters.clone()
         sums = self.categories.sums.clone() if self.categories else None
         observer, self.own.observer = self.own.observer, ignore
         try:
@@ -66,6 +66,7 @@ class Recomputation:
         finally:
             self.own.observer = observer
             self.buffers.gradient.copy_(gradient)
+            self.buffers.masters.copy_(masters)
             if self.categories and sums is not None:
                 self.categories.sums.copy_(sums)
 
@@ -92,8 +93,8 @@ class Recomputation:
 
     @contextmanager
     def using_bits(self, weights: Sequence[Tensor], scale: Tensor | None) -> Iterator[None]:
-        """Compute with what `read_weights` returned at another time, and with its loss scale."""
-        read = read_weights(self.buffers)
+        """Compute with what `weights_in_use` returned at another time, and with its loss scale."""
+        read = weights_in_use(self.buffers)
         own = [part.clone() for part in read]
         own_scale = self.scaler.scale.clone() if self.scaler else None
         try:
@@ -109,7 +110,7 @@ class Recomputation:
                 self.scaler.scale.copy_(own_scale)
 
 
-def read_weights(buffers: AdapterBuffers) -> list[Tensor]:
+def weights_in_use(buffers: AdapterBuffers) -> list[Tensor]:
     """Return the tensors that passes read: the working copy, and the magnitudes' masters."""
     if buffers.working is buffers.masters:
         return [buffers.masters]

@@ -222,6 +222,7 @@ def _train_and_export(
             progress=progress,
             position=position,
             also=run.tracking.log if run.tracking else lambda numbers: None,
+            leave_device=run.options.in_pod,
         )
         session = RunHooks(run, folder, inputs, state, plan, reporter, run_log.flush)
         if resumed_from is not None:
@@ -282,6 +283,7 @@ def _made_of(inputs: TrainingInputs) -> RunRecord:
 def _parts(session: RunHooks) -> Parts:
     """Collect the components of the training loop."""
     run, state, objective = session.run, session.state, session.inputs.objective
+    audit, replay = state.build_audit(run, session.folder, session.inputs)
     return Parts(
         training=run.job.spec.training,
         plan=session.plan,
@@ -296,7 +298,8 @@ def _parts(session: RunHooks) -> Parts:
         scaler=state.scaler,
         process_group=run.process_group,
         dump=state.build_dump(run, session.folder),
-        audit=state.build_audit(run, session.inputs),
+        audit=audit,
+        replay=replay,
     )
 
 

@@ -20,6 +20,7 @@ from kubelora_trainer.storage.run_record import RunRecord
 from kubelora_trainer.storage.uris import resolve_input
 from kubelora_trainer.training.context import Run
 from kubelora_trainer.training.rank_sync import resume_on_all_ranks
+from kubelora_trainer.training.recomputation import weights_in_use
 from kubelora_trainer.training.setup import TrainingInputs
 from kubelora_trainer.training.train_state import TrainState
 from kubelora_trainer.utils.errors import StorageError
@@ -82,6 +83,9 @@ def start_or_resume(
     buffers = state.buffers
     resumed = resume_on_all_ranks(run, folder, buffers, state.saved_parts)
     further = {"optimizer state": state.optimizer.state_bytes}
+    further["last step, for its replay"] = buffers.gradient.nbytes + sum(
+        part.nbytes for part in weights_in_use(buffers)
+    )
     if state.average:
         further["average"] = 4 * buffers.numel
     logger.info(f"memory of the adapter: {describe_memory(buffers.copy_bytes() | further)}")

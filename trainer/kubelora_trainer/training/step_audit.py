@@ -29,8 +29,8 @@ from kubelora_trainer.lora.adapter import ADAPTER_NAME
 from kubelora_trainer.training.recomputation import (
     Recomputation,
     distance,
-    read_weights,
     same_bits,
+    weights_in_use,
 )
 
 AUDIT_MICRO_STEPS: Final = 400
@@ -183,7 +183,7 @@ class StepAudit:
         rounded ones; None if it is below ``least``.
         """
         again = self._recomputation
-        read = read_weights(again.buffers)
+        read = weights_in_use(again.buffers)
         own = torch.cat([part.double() for part in read])
         sides, losses = [], []
         for moved in (own + step, own - step):

@@ -4,6 +4,7 @@ It is in one place so that the loop only calls `expect` and `drain`. Numbers arr
 because the copy from the device is asynchronous; ``drain`` reads the last.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from functools import partial
 from kubelora_api.names import OutputPath
 from kubelora_api.report import RunPhase
 from kubelora_api.spec import Health
-from kubelora_api.status import CheckpointStatus
+from kubelora_api.status import CheckpointStatus, Finding
 from kubelora_trainer.checkpoint.directories import SavedCheckpoint
 from kubelora_trainer.checkpoint.state import RunPosition
 from kubelora_trainer.health import policy as health_policy
@@ -29,12 +30,18 @@ from kubelora_trainer.storage.output_dir import OutputFolder
 from kubelora_trainer.telemetry.host_transfer import PendingNumbers
 from kubelora_trainer.telemetry.step_metrics import StepNumbers
 from kubelora_trainer.telemetry.worst_modules import worst_modules
-from kubelora_trainer.utils.errors import SuspendedByPolicyError
+from kubelora_trainer.utils.errors import DeviceError, SuspendedByPolicyError
+
+logger = logging.getLogger(__name__)
 
 UNSETTLED_STEPS = 3
 """First steps excluded from the gradient-norm range, because lora_B starts at 0."""
 PACE_STEPS = 50
 """Number of steps whose mean duration predicts the time left."""
+
+
+Explain = Callable[[Finding, int, frozenset[str]], Finding]
+"""Adds the cause to a finding of a step, given the names of all findings that show."""
 
 
 class Reporter:
@@ -56,12 +63,19 @@ class Reporter:
         position: RunPosition,
         also: Callable[[StepNumbers], None] = lambda numbers: None,
         clock: Callable[[], float] = time.monotonic,
+        leave_device: bool = False,
     ) -> None:
+        """leave_device: whether a finding that is the hardware's fault ends the attempt.
+
+        An operator starts the next one on another node.
+        """
         self._slots, self._policy = slots, policy
         self.watchdog = watchdog
         self._metrics, self._exporter = metrics, exporter
         self._run_log, self._progress = run_log, progress
         self._clock, self._also = clock, also
+        self.leave_device = leave_device
+        self.explain: Explain | None = None
         self._pending: PendingNumbers | None = None
         self._pace: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=PACE_STEPS + 1)
         self._rollback = position.rollback
@@ -125,6 +139,7 @@ class Reporter:
         self.watchdog.on_step(numbers)
         if saving:
             self.watchdog.on_checkpoint(numbers.step)
+        self._explain(numbers.step)
         self.norm_range = _widen(self.norm_range, numbers.grad_norm, numbers.step)
         seconds, per_second, left = self._timing(numbers)
         self._useful_seconds += seconds
@@ -153,6 +168,11 @@ class Reporter:
     def _judge(self) -> None:
         """Raise the error due. A rollback or a suspension comes before a broken contract."""
         finding = self.watchdog.state.due
+        if self.leave_device and finding and finding.cause == "Hardware":
+            raise DeviceError(
+                f"{health_policy.sentence(finding)}; the next attempt resumes from the last "
+                "checkpoint and prefers another node; have this one's device checked"
+            )
         due = health_policy.verdict_on(finding, self._policy, self._rollback) if finding else None
         if isinstance(due, SuspendedByPolicyError):
             self.watchdog.accept()
@@ -162,6 +182,13 @@ class Reporter:
         self.watchdog.raise_broken()
         if due:
             raise due
+
+    def _explain(self, step: int) -> None:
+        if self.explain is None:
+            return
+        explain = self.explain
+        for finding in self.watchdog.explain(lambda one, active: explain(one, step, active)):
+            logger.warning(health_policy.sentence(finding))
 
     def _timing(self, numbers: StepNumbers) -> tuple[float, float, float]:
         """Compute this step's seconds, samples per second and seconds left, at the recent pace."""

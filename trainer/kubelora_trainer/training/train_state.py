@@ -1,10 +1,13 @@
 """Train state: the adapter in its buffers, and everything else that a checkpoint saves."""
 
 import logging
+import os
+import platform
 from dataclasses import dataclass
 
 import torch
 
+from kubelora_api.names import ENV_NODE
 from kubelora_trainer.checkpoint.checkpointer import AVERAGE
 from kubelora_trainer.optim.adapter_optimizer import AdapterOptimizer
 from kubelora_trainer.optim.build import build_optimizer
@@ -21,6 +24,7 @@ from kubelora_trainer.training.context import Run
 from kubelora_trainer.training.recomputation import Recomputation
 from kubelora_trainer.training.setup import TrainingInputs
 from kubelora_trainer.training.step_audit import StepAudit
+from kubelora_trainer.training.step_replay import RunSite, StepReplay
 from kubelora_trainer.utils.stateful import Stateful
 
 logger = logging.getLogger(__name__)
@@ -74,17 +78,29 @@ class TrainState:
             run.process_group.share,
         )
 
-    def build_audit(self, run: Run, inputs: TrainingInputs) -> StepAudit:
-        """Build the audit of micro-steps."""
+    def build_audit(
+        self, run: Run, folder: OutputFolder, inputs: TrainingInputs
+    ) -> tuple[StepAudit, StepReplay]:
+        """Build the audit of micro-steps, and the replay of steps with a critical finding."""
         spec = run.job.spec
-        return StepAudit(
-            Recomputation(
-                inputs.objective, self.buffers, self.telemetry, self.categories, self.scaler
-            ),
+        recomputation = Recomputation(
+            inputs.objective, self.buffers, self.telemetry, self.categories, self.scaler
+        )
+        audit = StepAudit(
+            recomputation,
             [inputs.base.unet, *inputs.trained_encoders.values()],
             spec.training.gradient_accumulation,
             by_module=not spec.training.compile and spec.adapter.dropout == 0,
         )
+        place = RunSite(
+            os.environ.get(ENV_NODE) or platform.node(),
+            run.device_label or "cpu",
+            str(folder.path),
+            [sample.file for sample in inputs.dataset.samples],
+        )
+        alone = run.process_group.share.size == 1
+        order = inputs.objective.order
+        return audit, StepReplay(recomputation, audit, order, place, alone=alone)
 
 
 def build_train_state(run: Run, inputs: TrainingInputs) -> TrainState:
