@@ -126,7 +126,7 @@ COMPUTATION_UNSTABLE: Final = Event(
     "it checked and let the run resume on another one.",
     reason="Kernels that have once given the same bits give them again; where they never have, "
     "the distance must be 10 times that of two further passes, and above 0.1. Audited are the "
-    "first micro-batch of an attempt's steps 2, 4, 8 and so on, then of one step in every 400 "
+    "first micro-batch of an attempt's steps 2, 4, 8 and so on, then of one step in every 800 "
     "micro-steps.",
 )
 GRADIENT_REVERSED: Final = Event(

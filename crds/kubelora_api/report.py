@@ -73,11 +73,16 @@ class FinalReport(StatusModel):
     def to_termination_message(self) -> bytes:
         """Return JSON of at most 4,096 bytes: findings are dropped first, then the message is cut.
 
-        The limit is that of the kubelet, which truncates longer messages to invalid JSON.
+        The limit is that of the kubelet, which truncates longer messages to invalid JSON. A finding
+        with the cause Hardware is dropped last: the operator avoids the node because of it.
         """
         report = self
+        blamed = [found for found in report.health.findings if found.cause == "Hardware"][:1]
         for trimmed in (
             report,
+            report.model_copy(
+                update={"health": HealthStatus(verdict=report.health.verdict, findings=blamed)}
+            ),
             report.model_copy(update={"health": HealthStatus(verdict=report.health.verdict)}),
             report.model_copy(
                 update={

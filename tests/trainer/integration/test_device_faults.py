@@ -1,13 +1,14 @@
 """Runs that memory or the device ends: exit code, sentence, final report and manifest."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from kubelora_api.names import ENV_ATTEMPT, ENV_TERMINATION_LOG
+from kubelora_api.names import ENV_ATTEMPT, ENV_NODE, ENV_TERMINATION_LOG
 from kubelora_api.report import FinalReport
 from kubelora_trainer.cli.demo import DemoPaths
 from kubelora_trainer.cli.main import main
@@ -104,3 +105,32 @@ def test_after_a_fault_of_the_device_the_ending_does_not_touch_it(
     result, text = run(tmp_path, demo, monkeypatch)
     assert result.exit_code == 7, text
     assert (tmp_path / "termination-log").exists()
+
+
+def test_a_device_that_errs_once_is_left_and_the_next_attempt_is_sound(
+    tmp_path: Path, demo: DemoPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = SdxlObjective.__call__
+    erred: list[int] = []
+
+    def erring(self: SdxlObjective, number: int) -> MicroBatchLoss:
+        batch = forward(self, number)
+        if number != 4 or erred:
+            return batch
+        erred.append(number)
+        return replace(batch, loss_sum=batch.loss_sum * torch.nan)
+
+    monkeypatch.setenv(ENV_NODE, "gpu-7")
+    with monkeypatch.context() as patch:
+        patch.setattr(SdxlObjective, "__call__", erring)
+        result, text = run(tmp_path, demo, patch)
+    assert result.exit_code == 7, text
+    final = FinalReport.model_validate_json((tmp_path / "termination-log").read_bytes())
+    assert "prefers another node" in final.message
+    (finding,) = final.health.findings
+    assert (finding.name, finding.cause, finding.node) == ("GradientNonFinite", "Hardware", "gpu-7")
+    assert finding.samples
+    assert "kubelora replay" in finding.message
+    again, text = run(tmp_path, demo, monkeypatch)
+    assert again.exit_code == 0, text
+    assert "resuming from" in text
