@@ -70,7 +70,7 @@ def summary_text(summary: RunSummary) -> str:
 def health_text(health: HealthStatus) -> str:
     """Format the verdict, and each finding's message."""
     meaning = {
-        "Healthy": "Healthy: every gradient was finite, none vanished, every update arrived",
+        "Healthy": "Healthy: gradients, their sums and updates stayed within their limits",
         "Unknown": "Unknown: the run was too short to judge",
         "Warning": "Warning",
         "Critical": "Critical",
