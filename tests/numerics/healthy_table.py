@@ -90,6 +90,29 @@ HEALTHY: tuple[Healthy, ...] = (
     ),
     vary("rate 1e-3", training={"learningRate": 1e-3}),
     vary("rate 1e-5", training={"learningRate": 1e-5}),
+    vary("rank 256, alpha 64", adapter={"rank": 256, "alpha": 64.0}),
+    vary("rank 1, alpha 64", adapter={"rank": 1, "alpha": 64.0}),
+    vary("clipping to 0.01", training={"maxGradNorm": 0.01}),
+    vary("clipping to 100", training={"maxGradNorm": 100.0}),
+    vary("one image", photographs=Photographs(count=1)),
+    vary("two images", photographs=Photographs(count=2)),
+    vary(
+        "64 micro-batches of one image",
+        photographs=Photographs(count=1),
+        training={"gradientAccumulation": 64, "steps": 6},
+    ),
+    *(
+        vary(
+            f"{name} with warm-up",
+            training={
+                "optimizer": {"name": name},
+                "learningRate": rate,
+                "schedule": {"name": "constant", "warmupSteps": 5},
+                "steps": 20,
+            },
+        )
+        for name, rate in (("lion", 1e-5), ("prodigy", 1.0), ("adafactor", 1e-4))
+    ),
     vary("clipping at work", training={"maxGradNorm": 1e-3}),
     vary("no clipping", training={"maxGradNorm": 0.0}),
     vary("gradient checkpointing", training={"gradientCheckpointing": True}),
