@@ -74,13 +74,16 @@ BASE_MODEL_ALTERED: Final = Event(
 ADAPTER_TOO_LARGE: Final = Event(
     finding="AdapterTooLarge",
     severity="critical",
-    quantity="Frobenius norm of a module's update, scale * B * A, over that of its weight",
+    quantity="Frobenius norm of a module's update, scale * B * A, over that of its weight, "
+    "where it grew by more than 0.006 a step since training started",
     limit=0.3,
     sentence="An adaptation is a small change of the model; this one replaces it, whatever the "
     "loss is. Lower training.learningRate (or adapter.alpha), and go back to a checkpoint from "
     "before.",
     reason="The tiny model after 14 steps: 1e-3 at a rate of 1e-4, 0.02 at 1e-3, 0.02 with LoRA+ "
     "16, 0.05 at rank 1 and alpha 64, 0.3 at 1e-2, 10 at 0.1; after 60 steps of 1e-3 0.09. "
+    "A usable rate gets to the limit in time, one that is too large at once: 1e-3 grows by 0.002 "
+    "a step and is at 0.5 after 320, 1e-2 grows by 0.02. "
     "Measured in the first 4 steps, every 5 and at checkpoints. Prodigy is shown and not judged: "
     "while it finds its rate it goes to 1 and beyond on the tiny model.",
 )

@@ -26,6 +26,13 @@ SIZED_EVERY_STEPS: Final = 5
 """Steps from one measurement to the next, which takes as long as that of the balance."""
 
 
+FASTEST_GROWTH: Final = 0.006
+"""Size that an adapter may gain a step, on average since training started. A small step that is
+taken long enough also ends with a large adapter, and is meant; a rate that is too large is one that
+gets there soon. On the tiny model a rate of 1e-3 gains at most 0.0021 a step in 320 steps (at step
+160, and slower from there), 1e-2 gains 0.024 and 0.1 gains 0.7: the limit lies between the first
+two, by 3 and 4 times."""
+
 FIRST_STEPS_SIZED: Final = 4
 """First steps that are all measured: a rate that is wrong by a thousand times shows at once, and
 what saturates because of it would be found first."""
@@ -40,6 +47,7 @@ class AdapterSize(Detector):
         self._facts = facts
         self._modules: list[str] = []
         self._groups: list[str] = []
+        self._begun: tuple[int, Sequence[float]] = (0, ())
 
     def on_start(self, start: RunStart, known: WatchState) -> Judgement:
         """Compute the norms of the base model's weights."""
@@ -63,6 +71,8 @@ class AdapterSize(Detector):
             )
             for batch in batches
         ]
+        # What a resumed or initialised adapter already has was not gained by these steps.
+        self._begun = (start.step, self._measure().tolist())
         return NOTHING
 
     def measure(self, step: int) -> Mapping[str, Tensor]:
@@ -88,13 +98,15 @@ class AdapterSize(Detector):
 
     def _judge(self, sizes: Sequence[float], step: int, known: WatchState) -> Judgement:
         limit, name = ADAPTER_TOO_LARGE.limit or math.inf, ADAPTER_TOO_LARGE.finding
-        place = max(range(len(sizes)), key=lambda index: sizes[index])
-        if self._facts.finds_rate or not sizes[place] > limit:
+        step_begun, sizes_begun = self._begun
+        beyond = grown_beyond(limit, sizes, sizes_begun, step - step_begun)
+        if self._facts.finds_rate or not beyond:
             return Judgement(cleared=frozenset({name}), judged=frozenset({name}))
+        place = max(beyond, key=lambda index: sizes[index])
         earlier = known.shown(name)
         if earlier is not None and (earlier.value or 0.0) >= sizes[place]:
             return NOTHING
-        beyond = sum(size > limit for size in sizes)
+        growth = (sizes[place] - sizes_begun[place]) / max(1, step - step_begun)
         finding = Finding(
             name=name,
             severity=ADAPTER_TOO_LARGE.severity,
@@ -102,11 +114,28 @@ class AdapterSize(Detector):
             value=sizes[place],
             threshold=limit,
             since_step=earlier.since_step if earlier else step,
-            message=f"The update of {self._modules[place]} is {sizes[place]:.3g} times its weight, "
-            f"and {beyond} of {len(sizes)} modules are beyond the limit. "
+            message=f"The update of {self._modules[place]} is {sizes[place]:.3g} times its weight "
+            f"and grows by {growth:.2g} a step, and {len(beyond)} of {len(sizes)} modules are "
+            f"beyond the limits of {limit:g} and {FASTEST_GROWTH:g}. "
             f"{ADAPTER_TOO_LARGE.sentence}",
         )
         return Judgement((finding,))
+
+
+def grown_beyond(
+    limit: float, sizes: Sequence[float], begun: Sequence[float], steps: int
+) -> list[int]:
+    """Return the places of the modules that are too large and became so too fast.
+
+    Args:
+        limit: Size that is too large.
+        sizes: Of each module, now.
+        begun: Of each module, where these steps began.
+        steps: Optimizer steps since then.
+    """
+    room = FASTEST_GROWTH * max(1, steps)
+    both = enumerate(zip(sizes, begun, strict=True))
+    return [place for place, (now, then) in both if now > limit and now - then > room]
 
 
 class _Batch:
